@@ -3,7 +3,8 @@
 A step of T tokens takes `base + slope * T` seconds, fitted to the last steps, apart for steps that only decode and for
 steps that verify.  A drafted token at depth d of a request whose tokens are kept with probability p adds p ** d tokens.
 So the tokens with the highest gain come first, for as long as the rate grows.  The step verifies none where plain
-decoding has the higher rate.
+decoding has the higher rate.  From time to time a step does the other thing, to learn whether that still holds: such
+steps may lose a small share of the time of all steps.
 """
 
 from __future__ import annotations
@@ -13,34 +14,57 @@ from collections.abc import Sequence
 
 _DECAY = 0.97  # the weight of a step's time against the one before
 _WILD = 4.0  # a step that takes this many times what was expected tells of something else
-_PRIOR = 2.0  # weight of the first guess, in steps
-_SLOPE_GUESS = 0.15  # a token's share of a step of one token, until it is known
+_PRIOR = 2  # steps before a line is relied on
+_SLOPE_GUESS = 0.05  # a token's share of a step of one token, until it is known
 _KEPT_GUESS = 0.6
 _CLASSES = 9  # of evidence
 _FORGET = 0.98
 _TRIES = 3.0  # verified tokens that the guess counts for
-_REVISIT = 64  # plain steps after which one verifying step is tried again
+_ALIKE = 8  # steps that do the better thing before one does the other
+_LEARNING = 0.01  # the share of all time that steps may lose to learn from them
 
 
 class Line:
     """`base + slope * tokens` seconds, fitted to decayed observations."""
 
     def __init__(self) -> None:
+        self._num_steps = 0
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
     def is_known(self) -> bool:
-        return self._n > 0.0
+        return self._num_steps > _PRIOR
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Take in the time of a step; a time that cannot be the step's alone is cut to a limit."""
-        if self._n >= _PRIOR:
-            seconds = min(seconds, _WILD * self.seconds(tokens))
-        self._n = self._n * _DECAY + 1.0
-        self._x = self._x * _DECAY + tokens
-        self._y = self._y * _DECAY + seconds
-        self._xx = self._xx * _DECAY + tokens * tokens
-        self._xy = self._xy * _DECAY + tokens * seconds
+        """Take in the time of a step.
+
+        A time that cannot be the step's alone is cut to a limit.  After a much shorter one the times before are.
+        """
+        if self._n > 0.0:
+            expected = self.seconds(tokens)
+            if self._num_steps >= _PRIOR:
+                seconds = min(seconds, _WILD * expected)
+            if _WILD * seconds < expected:
+                self._y, self._xy = (each * _WILD * seconds / expected for each in (self._y, self._xy))
+        self._num_steps += 1
+        self._scale(_DECAY)
+        self._n += 1.0
+        self._x += tokens
+        self._y += seconds
+        self._xx += tokens * tokens
+        self._xy += tokens * seconds
+
+    def age(self) -> None:
+        """Let the next time count for more, as the last one was a while ago."""
+        if self._n > 1.0:
+            self._scale(_DECAY)
+
+    def _scale(self, factor: float) -> None:
+        self._n *= factor
+        self._x *= factor
+        self._y *= factor
+        self._xx *= factor
+        self._xy *= factor
 
     def parts(self) -> tuple[float, float]:
         """Return base and slope, both at least 0, of the observations so far."""
@@ -49,7 +73,8 @@ class Line:
         guess = _SLOPE_GUESS * mean_y / (1.0 + _SLOPE_GUESS * mean_x)
         spread = self._xx / self._n - mean_x * mean_x
         together = self._xy / self._n - mean_x * mean_y
-        slope = (together + 0.25 * guess) / (spread + 0.25)
+        weight = 1.0 / self._n
+        slope = (together + weight * guess) / (spread + weight)
         slope = min(max(slope, 0.0), mean_y / mean_x)
         return mean_y - slope * mean_x, slope
 
@@ -85,53 +110,85 @@ class DraftChoice:
         self._decoding = Line()
         self._verifying = Line()
         self._by_evidence = [Kept() for _ in range(_CLASSES)]
-        self._plain_steps = 0  # since a step verified
+        self._may_lose_s = 0.0
+        self._steps_alike = 0  # steps in a row that did the better thing
 
     def note_step(self, num_requests: int, num_drafted: int, seconds: float) -> None:
         """Take in the time of a step of `num_requests` requests and `num_drafted` drafted tokens."""
-        line = self._verifying if num_drafted else self._decoding
-        line.note(num_requests + num_drafted, seconds)
+        lines = (self._verifying, self._decoding) if num_drafted else (self._decoding, self._verifying)
+        lines[0].note(num_requests + num_drafted, seconds)
+        lines[1].age()
 
     def note_draft(self, evidence: int, own: Kept, kept: int, tried: int) -> None:
         """Take in that `kept` tokens of a draft were kept; `tried` were kept or were the first that was not."""
-        own.note(kept, tried)
-        self._class_of(evidence).note(kept, tried)
+        everyone = self._class_of(evidence)
+        own.note(kept, tried * everyone.rate(_KEPT_GUESS))  # against what was expected
+        everyone.note(kept, tried)
 
     def kept_rate(self, evidence: int, own: Kept) -> float:
-        """Return the probability that the next token of a draft is kept, if the ones before are."""
-        return min(own.rate(self._class_of(evidence).rate(_KEPT_GUESS)), 0.99)
+        """Return the probability that the next token of a draft is kept, if the ones before are.
+
+        It is the share of all requests for this evidence, times what this request had of what was expected of it.
+        """
+        return min(self._class_of(evidence).rate(_KEPT_GUESS) * own.rate(1.0), 0.99)
 
     def choose(self, rates: Sequence[float], lengths: Sequence[int], num_requests: int) -> list[int]:
         """Return how many tokens of each draft the step verifies: all 0 for a step that only decodes.
 
         `rates` and `lengths` are of the drafts; the step has `num_requests` requests, with drafts or without.
         """
-        counts = [0] * len(rates)
-        gains = [(-rate, i) for i, rate in enumerate(rates) if lengths[i] and rate > 0.0]
-        if not gains:
-            return counts
-        if not self._decoding.is_known:  # the first steps only decode, so that there is something to compare with
-            return counts
+        nothing = [0] * len(rates)
+        if not any(lengths) or not self._decoding.is_known:
+            return nothing  # the first steps only decode, so that there is something to compare with
         plain_s = self._decoding.seconds(num_requests)
         known = self._verifying if self._verifying.is_known else self._decoding
         base, slope = known.parts()
-        heapq.heapify(gains)
-        expected, tokens = float(num_requests), num_requests
-        while gains:
-            gain, i = gains[0]
-            if tokens > num_requests and -gain * (base + slope * tokens) <= expected * slope:
-                break
-            heapq.heappop(gains)
-            expected, tokens = expected - gain, tokens + 1
-            counts[i] += 1
-            if counts[i] < lengths[i]:
-                heapq.heappush(gains, (gain * rates[i], i))
-        self._plain_steps += 1
-        pays = expected * plain_s > num_requests * (base + slope * tokens)
-        if pays or self._plain_steps > _REVISIT:
-            self._plain_steps = 0
-            return counts
-        return [0] * len(rates)
+
+        def loss(counts: Sequence[int]) -> float:
+            """Return the seconds by which plain steps would give the expected tokens sooner."""
+            gained = sum(rate * (1.0 - rate**count) / (1.0 - rate) for rate, count in zip(rates, counts) if count)
+            return base + slope * (num_requests + sum(counts)) - plain_s * (1.0 + gained / num_requests)
+
+        self._may_lose_s += _LEARNING * plain_s
+        counts = _highest_rate(rates, lengths, num_requests, base, slope)
+        lost_s = loss(counts)
+        if lost_s < 0.0:
+            return nothing if self._learns(-lost_s) else counts
+        best = max(range(len(rates)), key=lambda i: (counts[i] > 0, rates[i]))
+        counts = [count if i == best else 0 for i, count in enumerate(counts)]
+        return counts if self._learns(max(loss(counts), 0.0)) else nothing
+
+    def _learns(self, lost_s: float) -> bool:
+        """Return whether the next step does the worse thing and loses `lost_s`, as the last ones did not."""
+        if self._steps_alike < _ALIKE or lost_s > self._may_lose_s:
+            self._steps_alike += 1
+            return False
+        self._may_lose_s -= lost_s
+        self._steps_alike = 0
+        return True
 
     def _class_of(self, evidence: int) -> Kept:
         return self._by_evidence[min(evidence, _CLASSES - 1)]
+
+
+def _highest_rate(
+    rates: Sequence[float], lengths: Sequence[int], num_requests: int, base: float, slope: float
+) -> list[int]:
+    """Return how many tokens of each draft give the most tokens a second, at least one in all.
+
+    A step of T tokens takes `base + slope * T` seconds.
+    """
+    counts = [0] * len(rates)
+    gains = [(-rate, i) for i, rate in enumerate(rates) if lengths[i]]
+    heapq.heapify(gains)
+    expected, tokens = float(num_requests), num_requests
+    while gains:
+        gain, i = gains[0]
+        if tokens > num_requests and -gain * (base + slope * tokens) <= expected * slope:
+            break
+        heapq.heappop(gains)
+        expected, tokens = expected - gain, tokens + 1
+        counts[i] += 1
+        if counts[i] < lengths[i]:
+            heapq.heappush(gains, (gain * rates[i], i))
+    return counts

@@ -56,6 +56,33 @@ def test_drafts_pay_where_steps_are_bound_by_bytes() -> None:
     plain = rate(bound_by_bytes, 0.9, 1, drafts=False)
     assert rate(bound_by_bytes, 0.9, 1, drafts=True) > 3.5 * plain
     assert rate(bound_by_bytes, 0.5, 4, drafts=True) > 1.4 * rate(bound_by_bytes, 0.5, 4, drafts=False)
+    assert rate(bound_by_bytes, 0.5, 16, drafts=True) > 1.2 * rate(bound_by_bytes, 0.5, 16, drafts=False)
+
+
+def test_a_slow_first_step_does_not_make_drafts_look_good_for_ever() -> None:
+    """Plain steps are timed again from time to time, also while drafts are thought to pay."""
+    choice, own = DraftChoice(), Kept()
+    for _ in range(3):
+        choice.note_step(1, 0, 0.1)
+    plain = 0
+    for _ in range(400):
+        counts = choice.choose([choice.kept_rate(1, own)], [4], 1)
+        if any(counts):
+            choice.note_draft(1, own, 0, 1)
+        choice.note_step(1, sum(counts), 0.02 if any(counts) else 0.01)
+        plain += not any(counts)
+    assert plain > 200
+
+
+def test_a_request_is_judged_by_what_its_matches_promise() -> None:
+    """Short matches that failed do not speak against a long one."""
+    choice, others, own = DraftChoice(), Kept(), Kept()
+    for _ in range(50):
+        choice.note_draft(3, others, 0, 1)
+        choice.note_draft(8, others, 4, 4)
+    for _ in range(20):
+        choice.note_draft(3, own, 0, 1)
+    assert choice.kept_rate(3, own) < 0.1 and choice.kept_rate(8, own) > 0.5
 
 
 def test_nothing_is_verified_before_a_plain_step_was_timed() -> None:
