@@ -122,9 +122,7 @@ class Drafting:
             drafted, kept = len(draft.token_ids), max(count - 1, 0)
             self.counts.note(drafted, kept)
             own = req.output.drafts = req.output.drafts or DraftTally()
-            own.num_steps += 1
-            own.num_drafted += drafted
-            own.num_kept += kept
+            own.note(drafted, kept)
             if self._choice is not None:
                 own_kept = self._states[req].kept
                 self._choice.note_draft(draft.evidence, own_kept, kept, min(kept + 1, drafted))

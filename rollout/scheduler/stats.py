@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from itertools import accumulate
+
+from rollout.core.messages.req_output import DraftTally
 
 PHASES = ("plan", "build", "forward", "process", "messages")
 
 
-@dataclass(slots=True)
-class DraftCounts:
-    """Sums since the start: drafts that were verified, their tokens, and the kept ones."""
+class DraftCounts(DraftTally):
+    """Sums over all requests since the start."""
 
-    num_drafts: int = 0
-    num_drafted: int = 0
-    num_kept: int = 0
-
-    def note(self, drafted: int, kept: int) -> None:
-        """Take in one draft."""
-        self.num_drafts += 1
-        self.num_drafted += drafted
-        self.num_kept += kept
+    def kept_per_place(self) -> list[int]:
+        """Return how often the first token of a draft was kept, the second, and so on."""
+        kept = list(accumulate(reversed(self.steps_by_kept)))[::-1]  # [n]: drafts of which n tokens or more were kept
+        return kept[1:]
 
     def accept_length(self, num_tokens: int) -> float:
         """Return the tokens that a step gave a request on average, of `num_tokens` in all."""

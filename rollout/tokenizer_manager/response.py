@@ -245,6 +245,7 @@ def _draft_facts(drafts: DraftTally, num_tokens: int) -> dict[str, Any]:
         "spec_accept_token_num": drafts.num_kept,
         "spec_accept_rate": drafts.num_kept / drafts.num_drafted,
         "spec_accept_length": num_tokens / max(num_tokens - drafts.num_kept, 1),
+        "spec_accept_histogram": drafts.steps_by_kept,
     }
 
 

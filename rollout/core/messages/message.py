@@ -13,8 +13,9 @@ that; what is left to write is the handler, in `rollout.control`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
 import msgspec
@@ -42,8 +43,15 @@ class Message(msgspec.Struct, tag=True, kw_only=True):
 
 # --- replies -----------------------------------------------------------------------------------------------------
 
+
+def _sums(lists: Iterable[list[int]]) -> list[int]:
+    """Add up lists, place by place; a shorter one has zeros at its end."""
+    return [sum(numbers) for numbers in zip_longest(*lists, fillvalue=0)]
+
+
 Total = Annotated[int, msgspec.Meta(extra={"over_ranks": sum})]
 TotalFloat = Annotated[float, msgspec.Meta(extra={"over_ranks": sum})]
+Totals = Annotated[list[int], msgspec.Meta(extra={"over_ranks": _sums})]
 AnyRank = Annotated[bool, msgspec.Meta(extra={"over_ranks": any})]
 
 

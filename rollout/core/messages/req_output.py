@@ -118,11 +118,23 @@ class PooledRows(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class DraftTally(msgspec.Struct):
-    """Counts of one request: steps that verified a draft, the drafted tokens, and the kept ones of them."""
+    """Counts of one request: steps that verified a draft, the drafted tokens, and the kept ones of them.
+
+    `steps_by_kept[n]`: the steps that kept n drafted tokens.
+    """
 
     num_steps: int = 0
     num_drafted: int = 0
     num_kept: int = 0
+    steps_by_kept: list[int] = []
+
+    def note(self, drafted: int, kept: int) -> None:
+        """Take in one draft."""
+        self.num_steps += 1
+        self.num_drafted += drafted
+        self.num_kept += kept
+        self.steps_by_kept += [0] * (kept + 1 - len(self.steps_by_kept))
+        self.steps_by_kept[kept] += 1
 
 
 class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):

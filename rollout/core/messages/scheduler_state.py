@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rollout.core.messages.experts import EplbState, ExpertLoadState
-from rollout.core.messages.message import AnyRank, Reply, Total, TotalFloat
+from rollout.core.messages.message import AnyRank, Reply, Total, TotalFloat, Totals
 from rollout.core.messages.update_state import DraftVersion, EndedUpdateState, UpdateStateReply
 
 
@@ -51,6 +51,7 @@ class SchedulerState(Reply, kw_only=True):
     num_drafts: Total = 0
     num_draft_tokens: Total = 0
     num_accepted_draft_tokens: Total = 0
+    num_accepted_draft_tokens_per_pos: Totals = []  # by the place in the draft, as far as any was kept
     spec_accept_length: float = 1.0
     num_kv_event_batches: int | None
     step_time_ms: dict[str, Any]

@@ -274,8 +274,19 @@ class _SchedulerState(Collector):
                     for labels, state in zip(self._labels, self.by_rank):
                         family.add_metric(labels, float(getattr(state, key)))
                     yield family
+        yield self._kept_drafts()
         yield self._waiting_by_reason()
         yield from self._cache_config()
+
+    def _kept_drafts(self) -> Metric:
+        """Return the number of kept tokens by their place in a draft, from 0."""
+        text = "Tokens of drafts that were kept, by the place in the draft"
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        family = CounterMetricFamily(name, text, labels=[*_LABELS, "position"])
+        for labels, state in zip(self._labels, self.by_rank):
+            for place, kept in enumerate(state.num_accepted_draft_tokens_per_pos):
+                family.add_metric([*labels, str(place)], float(kept))
+        return family
 
     def _waiting_by_reason(self) -> Metric:
         """Return the number of waiting requests by the reason for which they wait.

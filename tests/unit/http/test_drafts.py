@@ -45,6 +45,8 @@ def test_a_server_that_drafts_answers_the_same_and_counts(tmp_path: Path) -> Non
         assert 0 <= kept <= meta["spec_draft_token_num"] and 1 <= meta["spec_verify_ct"] <= tokens
         assert meta["spec_accept_rate"] == kept / meta["spec_draft_token_num"]
         assert meta["spec_accept_length"] == tokens / (tokens - kept)
+        steps = meta["spec_accept_histogram"]
+        assert sum(steps) == meta["spec_verify_ct"] and sum(n * count for n, count in enumerate(steps)) == kept
     for name, value in (
         ("vllm:spec_decode_num_drafts_total", sum(meta["spec_verify_ct"] for meta in facts)),
         ("vllm:spec_decode_num_draft_tokens_total", sum(meta["spec_draft_token_num"] for meta in facts)),
@@ -52,6 +54,10 @@ def test_a_server_that_drafts_answers_the_same_and_counts(tmp_path: Path) -> Non
     ):
         assert number(metrics, name) == value
         assert number(plain_metrics, name) == 0
+    by_place = re.findall(r"^vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+    kept = [float(number) for number in by_place]
+    assert sum(kept) == sum(meta["spec_accept_token_num"] for meta in facts) and kept == sorted(kept, reverse=True)
+    assert "accepted_tokens_per_pos_total{" not in plain_metrics
     assert number(metrics, "sglang:spec_accept_length") >= 1.0
 
 
