@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout.core.args import speculative_config
 from rollout.core.args.parser import hint
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
@@ -128,7 +129,6 @@ REFUSED = {
     "override_generation_config": _DEFAULTS,
     "sampling_defaults": _DEFAULTS,
     "preferred_sampling_params": _DEFAULTS,
-    "speculative_config": _SPECULATION,
     "speculative_eagle_topk": _SPECULATION,
     "load_format": "weights are read from the safetensors files of the folder",
     "revision": _REVISION,
@@ -197,6 +197,8 @@ def own_words(argv: Sequence[str], outranked: Sequence[str] = ()) -> OwnWords:
             found.words += [f"--{setting.replace('_', '-')}", str(value)]
         elif base in _KNOWN or name in _KNOWN:
             found.words += _joined(written, _own_values(base, values))
+        elif name == speculative_config.NAME:
+            _take_config(found, written, values)
         elif _is_harmless(name, values):
             found.unused.append(written)
         elif name in REFUSED:
@@ -212,6 +214,18 @@ def own_words(argv: Sequence[str], outranked: Sequence[str] = ()) -> OwnWords:
     if spreads_experts:
         found.words += _spread_over_all(found.words)
     return found
+
+
+def _take_config(found: OwnWords, written: str, values: Sequence[str]) -> None:
+    """Add the words of vLLM's object of drafts."""
+    try:
+        settings, unused = speculative_config.settings_of(values[0] if values else "")
+    except StartupError as error:
+        found.refused[written] = str(error)
+        return
+    for name, value in settings.items():
+        found.words += _joined(f"--{name.replace('_', '-')}", [str(value)])
+    found.unused += [f"{written} {key}" for key in unused]
 
 
 def _is_harmless(name: str, values: Sequence[str]) -> bool:
@@ -239,7 +253,7 @@ def is_known(name: str) -> bool:
 
 
 def _is_foreign(name: str) -> bool:
-    return name in WITHOUT_EFFECT or name in REFUSED
+    return name in WITHOUT_EFFECT or name in REFUSED or name == speculative_config.NAME
 
 
 def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,6 +268,14 @@ def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
         setting = names.get(name)
         is_opposite = name in OPPOSITES or name in _ENABLING
         if name == EXPERT_PARALLEL or (is_opposite and value is None) or (name in VALUES_OF_SWITCHES and not value):
+            continue
+        if name == speculative_config.NAME:
+            settings, unused = ({}, []) if value is None else speculative_config.settings_of(value)
+            if both := sorted(own.keys() & settings.keys()):
+                raise StartupError(f"{name} and {', '.join(both)} are the same setting: give only one")
+            own |= settings
+            for key in unused:
+                _warn_of(f"{name}.{key}")
             continue
         if setting is None:
             _check_foreign(name, value)
@@ -287,7 +309,11 @@ def _check_foreign(name: str, value: Any) -> None:
     is_off = name in REFUSED and (value is None or value is False)
     if not is_off and not _is_harmless(name, [str(value)]):
         raise StartupError(f"{name}: {REFUSED.get(name) or f'unknown setting{hint(name, names_of_settings())}'}")
-    warnings.warn(f"{name} of vLLM or SGLang has no effect", stacklevel=5)
+    _warn_of(name)
+
+
+def _warn_of(name: str) -> None:
+    warnings.warn(f"{name} of vLLM or SGLang has no effect", stacklevel=6)
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:

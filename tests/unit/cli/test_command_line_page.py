@@ -44,6 +44,7 @@ def test_the_page_has_every_other_spelling() -> None:
         flag(other): f"`{flag(setting.replace('disable_', 'enable_'))}`" for other, setting in OPPOSITES.items()
     }
     expected |= {flag(other): f"`{flag(setting)} {value}`" for other, (setting, value) in VALUES_OF_SWITCHES.items()}
+    expected |= {"--speculative-config": "`--speculative-algorithm` and its kin"}
     assert found == expected | {"--enable-expert-parallel": "`--ep-size` of all ranks"}
 
 

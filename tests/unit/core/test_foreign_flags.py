@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+from typing import Any
 
 import pytest
 
+from rollout.core.args import speculative_config
 from rollout.core.args.foreign_flags import (
     ALIASES,
     HARMLESS_VALUES,
@@ -194,6 +198,60 @@ def test_the_word_of_no_flag_is_the_model_wherever_it_stands_n13(line: str) -> N
 
 def test_a_value_that_begins_with_a_dash_stays_a_value() -> None:
     assert settings("folder --served-model-name=-x").served_model_name == "-x"
+
+
+def test_drafts_of_vllm_are_taken_by_method() -> None:
+    config = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4}'
+    args = settings(f"m --speculative-config {config}")
+    assert (args.speculative_algorithm, args.speculative_num_draft_tokens) == ("NGRAM", 5)
+    assert own_words(["m", f"--speculative-config={config}"]).unused == ["--speculative-config prompt_lookup_max"]
+    with pytest.warns(UserWarning, match="speculative_config.prompt_lookup_max of vLLM or SGLang has no effect"):
+        assert args_of_call({"model": "m", "speculative_config": json.loads(config)}) == args
+    assert args_of_call({"model": "m", "speculative_config": None}).speculative_algorithm is None
+    with pytest.raises(StartupError, match="speculative_algorithm are the same setting"):
+        args_of_call({"model": "m", "speculative_algorithm": "NGRAM", "speculative_config": {"method": "ngram"}})
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"method": "suffix"}, {"speculative_algorithm": "NGRAM"}),
+        ({"model": "[ngram]"}, {"speculative_algorithm": "NGRAM"}),
+        (
+            {"model": "small", "num_speculative_tokens": 3},
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_num_steps": 3,
+                "speculative_draft_model_path": "small",
+            },
+        ),
+        (
+            {"method": "deepseek_mtp", "num_speculative_tokens": 1},
+            {"speculative_algorithm": "NEXTN", "speculative_num_steps": 1},
+        ),
+    ],
+)
+def test_each_kind_of_draft_of_vllm_is_one_here(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert speculative_config.settings_of(config) == (expected, [])
+    assert speculative_config.settings_of(json.dumps(config)) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"method": "eagle3", "model": "m"}', "no method 'eagle3'; there are ngram, "),
+        ('{"method": "ngram", "quantization": "fp8", "colour": 1}', "unknown keys colour, quantization"),
+        ('{"method": "draft_model"}', "needs a model"),
+        ("[1]", "must be an object"),
+        ("{", "is no JSON"),
+        ("", "is no JSON"),
+    ],
+)
+def test_drafts_of_vllm_that_are_not_here_are_refused_by_name(config: str, reason: str) -> None:
+    (refusal,) = own_words(["m", f"--speculative-config={config}"]).refused.values()
+    assert reason in refusal
+    with pytest.raises(StartupError, match=re.escape(reason)):
+        args_of_call({"model": "m", "speculative_config": config})
 
 
 def test_a_call_in_python_takes_the_other_names_too() -> None:
