@@ -71,6 +71,28 @@ def test_drafted_ranks_give_and_count_what_plain_ones_do(name: str, kind: str, f
     assert sum(tally.num_drafted for tally in tallies) > 0
 
 
+@pytest.mark.parametrize("name", ["one rank", "tp2 ep2"])
+def test_ranks_with_a_draft_model_give_and_count_what_plain_ones_do(
+    name: str, folder: Path, plain: Any, tmp_path: Path
+) -> None:
+    """The first draft is another model, the second one is the served model: it is right."""
+    want, counts_LE = plain
+    for draft in (tiny_checkpoint(tmp_path / "other", seed=9), folder):
+        settings = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft)}
+        with ParallelHarness(folder, **settings, **LAYOUTS[name]) as harness:
+            for scheduler in harness.schedulers:
+                scheduler._steps._drafting._choice = None
+            got, drafted_LE = recorded(harness)
+            tallies = [scheduler._steps._drafting.counts for scheduler in harness.schedulers]
+        for ours, theirs in zip(got, want, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert np.array_equal(ours.routes, theirs.routes)
+            assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-10)
+        assert np.array_equal(drafted_LE, counts_LE)
+        for tally in tallies:
+            assert tally.num_drafted > 50 and (draft != folder or tally.num_kept > 0.98 * tally.num_drafted)
+
+
 def test_a_recorder_that_stops_has_every_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is finished before the next message, also where steps may overlap."""
     overlap(monkeypatch)
