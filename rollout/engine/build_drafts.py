@@ -16,6 +16,7 @@ from rollout.core.specs.layer_specs import GatedDeltaSpec
 from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
 from rollout.drafts.costs import DraftChoice
+from rollout.drafts.depth_choice import DepthChoice
 from rollout.drafts.ngram import NgramDrafter
 from rollout.executor.draft_runner import DraftRunner, StandaloneDraft
 from rollout.executor.recorded_forward import RecordedForward
@@ -92,7 +93,7 @@ def build_drafting(
     step_tokens = args.step_prompt_tokens if args.step_prompt_tokens > 0 else MAX_PREFILL_TOKENS
     if draft is not None:
         runner = _runner(draft, parts)
-        return ModelDrafting(runner, parts.sampler, DraftChoice(), config.vocab_size, _most(args), step_tokens)
+        return ModelDrafting(runner, parts.sampler, DepthChoice(), config.vocab_size, _most(args), step_tokens)
     drafter = NgramDrafter(history_tokens=args.speculative_ngram_capacity)
     return Drafting(drafter, DraftChoice(), config.vocab_size, _most(args), step_tokens)
 
