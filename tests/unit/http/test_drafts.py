@@ -16,6 +16,7 @@ from tests.http_harness import live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.troubleshooting import require_entry
 
+STANDALONE = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "d"}
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]
 
 
@@ -76,6 +77,10 @@ def number(metrics: str, name: str) -> float:
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 0},
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 65},
         {"speculative_algorithm": "NGRAM", "speculative_ngram_capacity": -1},
+        {"speculative_algorithm": "STANDALONE"},
+        {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "d"},
+        {"speculative_algorithm": "NGRAM", "speculative_num_steps": 0},
+        {**STANDALONE, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def test_short_names_and_equals_signs() -> None:
 
 def test_what_the_server_lacks_is_refused_by_name() -> None:
     with pytest.raises(
-        StartupError, match=r"--speculative-eagle-topk \(drafts are looked up .*\), --enable-multimodal \(the server"
+        StartupError, match=r"--speculative-eagle-topk \(a draft is one chain .*\), --enable-multimodal \(the server"
     ):
         serve_words(["--model-path", "m", "--speculative-eagle-topk", "4", "--enable-multimodal", "--nccl-port", "1"])
 
