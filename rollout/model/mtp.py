@@ -5,6 +5,7 @@ Shapes: T tokens, N rows whose logits are wanted, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from eplb.expert_location import trivial_location
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.specs.layer_specs import MoESpec
+from rollout.core.specs.layer_specs import KVKind, MoESpec
 from rollout.core.specs.mtp import MtpSpec
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
@@ -86,7 +87,8 @@ class MtpHead(Layer):
         if layer.rotary is not None:
             known = model.model.rotary_tables.get(layer.rotary)
             self._rotary = known or RotaryTable(layer.rotary, config.max_position_embeddings, build)
-        self.kv_layers = [ATTENTION_LAYERS[type(spec.layer.attention)].kept(spec.layer.attention, parallel)]
+        attention = spec.layer.attention
+        self.kv_layers: Sequence[KVKind | None] = [ATTENTION_LAYERS[type(attention)].kept(attention, parallel)]
         self.weights = WeightIndex(self, {}, [copy for copy, _ in spec.copies], config.renamed_prefixes)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext, hidden_TD: torch.Tensor | None) -> torch.Tensor:
