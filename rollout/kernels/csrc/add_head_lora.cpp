@@ -1,13 +1,14 @@
 // Products with low-rank adapters by head, added to a result; each token has an adapter of its own, or none.
 //
 // An item is a tile of tokens and a head: it multiplies with A, to float32 in memory of its thread, and then with B.
+// Before these come the tokens, of which those without an adapter are copied.
 //
 // Shapes: T tokens, H heads, D and V features and row of the input, O and W columns and row of the result, S slots of
 // adapters, R greatest rank.
 #include <algorithm>
 #include <vector>
 
-#include <ATen/ops/clone.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -44,10 +45,15 @@ HeadLoraSizes check_shapes(const at::Tensor& out, const at::Tensor& hidden, cons
   return sizes;
 }
 
-// Adds the products of a tile in one head to `result`.
+// The result of a tile in one head: `base`, plus the products in its first columns.
 template <class T>
-void add_products(const LoraTile& tile, int64_t head, int64_t rank, const HeadLoraSizes& sizes, const T* x, const T* a,
-                  const T* b, const T* base, T* result) {
+void write_sums(const LoraTile& tile, int64_t head, int64_t rank, const HeadLoraSizes& sizes, const T* x, const T* a,
+                const T* b, const T* base, T* result) {
+  for (int row = 0; row < tile.count; ++row) {
+    const int64_t at = (tile.tokens[row] * sizes.heads + head) * sizes.out_row;
+    std::copy_n(base + at, sizes.out_row, result + at);
+  }
+  if (rank == 0) return;
   thread_local std::vector<float> shrunk;
   shrunk.resize(kLoraRows * sizes.rank);
   const T* rows[kLoraRows];
@@ -85,19 +91,23 @@ at::Tensor add_head_lora(const at::Tensor& out, const at::Tensor& hidden, const 
   for (int64_t i = 0; i < all_ranks.numel(); ++i) {
     TORCH_CHECK(0 <= rank_of[i] && rank_of[i] <= sizes.rank, "a rank is over that of the storage: ", rank_of[i]);
   }
-  at::Tensor result = base.clone();
+  at::Tensor result = at::empty_like(base);
   with_dtype(input, [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kProductsANanosecond = 16;
-    const int64_t items = std::ssize(tiles) * num_heads;
+    const int64_t num_tokens = input.size(0), items = num_tokens + std::ssize(tiles) * num_heads;
     const int64_t work = items * kLoraRows * sizes.rank * (sizes.depth + sizes.columns) / kProductsANanosecond;
     for_spans(items, 1, work, [&](int64_t first, int64_t last) {
       for (int64_t item = first; item < last; ++item) {
-        const LoraTile& tile = tiles[item / num_heads];
-        const int64_t rank = rank_of[tile.slot];
-        if (rank == 0) continue;
-        add_products<T>(tile, item % num_heads, rank, sizes, input.const_data_ptr<T>(), a.const_data_ptr<T>(),
-                        b.const_data_ptr<T>(), base.const_data_ptr<T>(), result.mutable_data_ptr<T>());
+        if (item < num_tokens) {
+          const int64_t size = of_tokens.const_data_ptr<int64_t>()[item] < 0 ? num_heads * sizes.out_row : 0;
+          std::copy_n(base.const_data_ptr<T>() + item * size, size, result.mutable_data_ptr<T>() + item * size);
+          continue;
+        }
+        const LoraTile& tile = tiles[(item - num_tokens) / num_heads];
+        write_sums<T>(tile, (item - num_tokens) % num_heads, rank_of[tile.slot], sizes, input.const_data_ptr<T>(),
+                      a.const_data_ptr<T>(), b.const_data_ptr<T>(), base.const_data_ptr<T>(),
+                      result.mutable_data_ptr<T>());
       }
     });
   });

@@ -1,5 +1,6 @@
 // Products with low-rank adapters, added to the rows of a result; each token has an adapter of its own, or none.
 //
+//   copy     (tokens)                          rows without an adapter
 //   shrink   (tile of tokens, part)            hidden times A, to float32
 //   expand   (tile of tokens, span of columns) times B, added to the result
 //
@@ -10,8 +11,8 @@
 #include <algorithm>
 #include <vector>
 
-#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -21,7 +22,8 @@
 namespace lockstep {
 namespace {
 
-constexpr int64_t kColumnSpan = 256;  // columns of an item of `expand`
+constexpr int64_t kColumnSpan = 256;   // columns of an item of `expand`
+constexpr int64_t kCopiedTokens = 16;  // tokens of an item of `copy`
 
 // A span of columns within one part.
 struct ColumnSpan {
@@ -58,6 +60,16 @@ void check_shapes(const at::Tensor& out, const at::Tensor& hidden, const at::Ten
 struct LoraSizes {
   int64_t parts, depth, rank, columns;
 };
+
+// The rows of the tokens of an item that have no adapter.  torch's own copy would wake threads of torch, which take the
+// processor from the operators' threads.
+template <class T>
+void copy(int64_t item, const int64_t* slots, int64_t num_tokens, int64_t columns, const T* base, T* result) {
+  const int64_t last = std::min(num_tokens, (item + 1) * kCopiedTokens);
+  for (int64_t token = item * kCopiedTokens; token < last; ++token) {
+    if (slots[token] < 0) std::copy_n(base + token * columns, columns, result + token * columns);
+  }
+}
 
 // The products of a tile with A of one part, to `shrunk` [T, P, R].
 template <class T>
@@ -109,14 +121,20 @@ at::Tensor add_lora(const at::Tensor& out, const at::Tensor& hidden, const at::T
   for (int64_t i = 0; i < all_ranks.numel(); ++i) {
     TORCH_CHECK(0 <= rank_of[i] && rank_of[i] <= sizes.rank, "a rank is over that of the storage: ", rank_of[i]);
   }
-  at::Tensor result = base.clone();
+  at::Tensor result = at::empty_like(base);
   const at::Tensor buffer = at::empty({input.size(0) * sizes.parts * sizes.rank}, input.options().dtype(at::kFloat));
+  const int64_t num_tokens = input.size(0), copies = (num_tokens + kCopiedTokens - 1) / kCopiedTokens;
   const int64_t num_tiles = std::ssize(tiles), num_spans = std::ssize(spans);
-  ItemQueue shrinks(num_tiles * sizes.parts), expansions(num_tiles * num_spans);
+  ItemQueue first_items(copies + num_tiles * sizes.parts), expansions(num_tiles * num_spans);
   with_dtype(input, [&](auto zero) {
     using T = decltype(zero);
     float* shrunk = buffer.mutable_data_ptr<float>();
-    const auto of_a = [&](int64_t item) {
+    const auto copy_or_shrink = [&](int64_t item) {
+      if (item < copies) {
+        return copy<T>(item, of_tokens.const_data_ptr<int64_t>(), num_tokens, sizes.columns, base.const_data_ptr<T>(),
+                       result.mutable_data_ptr<T>());
+      }
+      item -= copies;
       const LoraTile& tile = tiles[item / sizes.parts];
       const int64_t part = item % sizes.parts;
       shrink<T>(tile, part, rank_of[tile.slot * sizes.parts + part], sizes, input.const_data_ptr<T>(),
@@ -128,9 +146,10 @@ at::Tensor add_lora(const at::Tensor& out, const at::Tensor& hidden, const at::T
       expand<T>(tile, span, rank_of[tile.slot * sizes.parts + span.part], sizes, shrunk, b.const_data_ptr<T>(),
                 base.const_data_ptr<T>(), result.mutable_data_ptr<T>());
     };
-    constexpr int64_t kProductsANanosecond = 16;
+    constexpr int64_t kProductsANanosecond = 16, kCopiesANanosecond = 4;
     const int64_t products = num_tiles * kLoraRows * sizes.rank * (sizes.parts * sizes.depth + sizes.columns);
-    run_phases(team_size(products / kProductsANanosecond), Phase{shrinks, of_a}, Phase{expansions, of_b});
+    const int64_t work = products / kProductsANanosecond + num_tokens * sizes.columns / kCopiesANanosecond;
+    run_phases(team_size(work), Phase{first_items, copy_or_shrink}, Phase{expansions, of_b});
   });
   return result;
 }
