@@ -15,6 +15,7 @@ from rollout.core.messages.update_state import TargetOfUpdate
 from rollout.core.specs.model_config import ModelConfig
 from rollout.engine import build
 from rollout.layers.layer import Layer
+from rollout.model.adapters import AdapterTable
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.draft_state import DraftState
 from rollout.model.load import load_model
@@ -53,12 +54,13 @@ def give_drafts(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, *, is_publish
         drafts[id(model)] = load_model(checkpoint, config, dtype, device, placement, ops)
         return model
 
-    def with_draft(model: DecoderForCausalLM, placement: ExpertPlacement, version: str, *rest: Any) -> ModelState:
+    def with_draft(
+        model: DecoderForCausalLM, placement: ExpertPlacement, version: str, adapters: AdapterTable, _: None
+    ) -> ModelState:
         draft = drafts[id(model)]
         weights = WeightIndex(_Prefixed(draft), {}) if is_published else draft.weights
-        return ModelState(
-            model, placement, version, *rest, DraftState(weights, version, None if is_published else model.config)
-        )
+        of_draft = DraftState(weights, version, None if is_published else model.config)
+        return ModelState(model, placement, version, adapters, of_draft)
 
     monkeypatch.setattr(build, "load_model", load_both)
     monkeypatch.setattr(build, "ModelState", with_draft)

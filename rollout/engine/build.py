@@ -120,7 +120,8 @@ def build_scheduler(
     )
     draft = load_draft(args, model, device, ops, backend)
     model_bytes = _bytes_of(model)
-    state = ModelState(model, placement, args.weight_version, load_adapters(args, model))
+    of_draft = None if draft is None else draft.state(args.weight_version)
+    state = ModelState(model, placement, args.weight_version, load_adapters(args, model), of_draft)
     sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens, deterministic)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype, model.kv_layers)
     largest = partial(

@@ -26,7 +26,9 @@ from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.draft_model import DraftModel
+from rollout.model.draft_state import DraftState
 from rollout.model.load import load_model, load_mtp
+from rollout.model.weight_loading import WeightIndex
 from rollout.sampling.base import Sampler
 from rollout.scheduler.drafting import Drafting
 from rollout.scheduler.model_drafting import ModelDrafting
@@ -36,12 +38,18 @@ _FLAG = "--speculative-draft-model-path"
 
 
 class LoadedDraft(NamedTuple):
-    """A draft, with the dtype and the device of its KV."""
+    """A draft, with the dtype and the device of its KV.  `config`: of a draft that has a checkpoint of its own."""
 
     model: DraftModel
+    weights: WeightIndex
     dtype: torch.dtype
     device: torch.device
     parallel: Parallel
+    config: ModelConfig | None = None
+
+    def state(self, weight_version: str) -> DraftState:
+        """Return the state of its weights, which belong to this version of the model."""
+        return DraftState(self.weights, weight_version, self.config)
 
     @property
     def token_bytes(self) -> int:
@@ -67,7 +75,8 @@ def load_draft(
     """
     dtype, parallel = served.dtype, served.parallel
     if args.drafts_by_mtp:
-        return LoadedDraft(load_mtp(args.model_path, served, device, ops, backend), dtype, device, parallel)
+        head = load_mtp(args.model_path, served, device, ops, backend)
+        return LoadedDraft(head, head.weights, dtype, device, parallel)
     path = args.speculative_draft_model_path
     if path is None:
         return None
@@ -81,7 +90,7 @@ def load_draft(
     model = load_model(path, draft, dtype, device, placement, ops, None, parallel, backend)
     is_alone = parallel.layout.world_size == 1
     recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
-    return LoadedDraft(StandaloneDraft(model, recorded), dtype, device, parallel)
+    return LoadedDraft(StandaloneDraft(model, recorded), model.weights, dtype, device, parallel, draft)
 
 
 def build_drafting(
