@@ -17,6 +17,7 @@ from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError
+from weight_sync.update_target import UpdateTarget
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 
@@ -61,7 +62,8 @@ class WeightBegin:
         def io() -> None:
             self._updater.require_none_open()
             self._require_base(verb)
-            manifest, target, beside = manifest_of(verb), draft, dict[str, Any]()
+            target: UpdateTarget | None = draft
+            manifest, beside = manifest_of(verb), dict[str, Any]()
             if adapter is not None:
                 target = self._companions.adapters.target(adapter, manifest)
             elif draft is None and not verb.per_rank:

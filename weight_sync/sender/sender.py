@@ -181,14 +181,14 @@ class WeightSender:
         ranks lost one another.  Unless `EngineError.committed` states otherwise no engine has the new version then, and
         all that could be reached have dropped it; the error carries notes on the others.
         """
-        start, parts, lacks = time.perf_counter(), Parts(), None
-        if draft:
-            begin_options = {"target": {"draft": True}} | dict(begin_options or {})
+        start, parts = time.perf_counter(), Parts()
+        lacks: Exception | None = None
+        more: dict[str, Any] = ({"target": {"draft": True}} if draft else {}) | dict(begin_options or {})
         if adapters:
             if self._per_rank:
                 raise WeightRequestError("a sender per rank sends no adapters: use refresh_adapter of another sender")
             source, targets, lacks = with_adapters_or_error(source, adapters)
-            begin_options = {"adapters": targets} | dict(begin_options or {})
+            more = {"adapters": targets} | more
         options = {
             "weight_version": weight_version,
             "coverage": coverage,
@@ -196,12 +196,12 @@ class WeightSender:
             "with_manifest": with_manifest,
             "split_experts": split_experts,
             "per_rank": self._per_rank,
-        } | dict(begin_options or {})
+        } | more
         with parts.timed("plan"):
             listed = Source(source, lacks)
             ranks = self._trainer_ranks(listed)
             plan = self._planned(listed, dtype, ranks, options)
-        fields = {"weight_version": weight_version, "coverage": coverage} | dict(begin_options or {})
+        fields = {"weight_version": weight_version, "coverage": coverage} | more
         refresh = Refresh(plan, listed, ranks, fields, with_manifest, start, parts)
         while not self._attempt(refresh, progress):
             refresh.ranks = self._trainer_ranks(listed)  # the ones before have agreed on a failure
