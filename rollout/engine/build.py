@@ -53,6 +53,7 @@ from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.kv_scales import KVScales, read_kv_scales
 from rollout.model.load import load_model
 from rollout.model.model_state import ModelState
+from rollout.model.weight_loading import WeightIndex
 from rollout.sampling.base import Sampler
 from rollout.sampling.native_sampler import select_sampler
 from rollout.sampling.row_lists import RowLists
@@ -119,7 +120,7 @@ def build_scheduler(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, backend, weight_memory
     )
     draft = load_draft(args, model, device, ops, backend)
-    model_bytes = _bytes_of(model)
+    model_bytes = _bytes_of(model.weights) + (0 if draft is None else _bytes_of(draft.weights))
     of_draft = None if draft is None else draft.state(args.weight_version)
     state = ModelState(model, placement, args.weight_version, load_adapters(args, model), of_draft)
     sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens, deterministic)
@@ -203,9 +204,8 @@ def _max_prompt_tokens(args: ServerArgs, context_length: int) -> int:
     return args.step_prompt_tokens if args.step_prompt_tokens > 0 else max(context_length, MAX_PREFILL_TOKENS)
 
 
-def _bytes_of(model: DecoderForCausalLM) -> int:
+def _bytes_of(weights: WeightIndex) -> int:
     """Return the bytes of this rank's share of the weights, with every copy of an expert."""
-    weights = model.weights
     return sum(place.num_bytes for name in weights.metas() for place in weights.places(name))
 
 
