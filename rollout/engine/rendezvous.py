@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
+from rollout.grammar.library import PACKAGE
 
 JOIN_TIMEOUT_S = 300.0
 # Settings that may differ from machine to machine: paths, addresses, logs, and settings that only rank 0 uses.
@@ -55,23 +56,27 @@ def open_store(rendezvous: str, rank: int, world_size: int) -> dist.Store:
         raise StartupError(f"--dist-init-addr {host}:{port}: {reason}") from error
 
 
-def check_in(store: dist.Store, args: ServerArgs, rank: int) -> None:
+def check_in(store: dist.Store, args: ServerArgs, rank: int, grammars: str | None) -> None:
     """Wait for all machines of the engine; called by every rank before it joins a group.
 
-    Raises `StartupError` for settings that differ, on every machine, and for a rank that has checked in already.
+    `grammars`: the version of the library of grammars here; None if it is not installed.
+
+    Raises `StartupError` for settings, or versions of the library of grammars, that differ, on every machine, and for a
+    rank that has checked in already.
     """
     if args.nnodes == 1:
         return
     if store.add(f"rank {rank}", 1) > 1:
         raise StartupError(f"rank {rank} is there already: give every machine a --node-rank of its own")
     mine = {name: value for name, value in args.public_dict().items() if name not in _OWN_SETTINGS}
-    store.set(f"settings of machine {args.node_rank}", json.dumps(mine))
+    store.set(f"settings of machine {args.node_rank}", json.dumps({"settings": mine, "grammars": grammars}))
     for machine in range(args.nnodes):
         try:
-            theirs = json.loads(store.get(f"settings of machine {machine}"))
+            stated = json.loads(store.get(f"settings of machine {machine}"))
         except RuntimeError:
             waited = f"machine {machine} of {args.nnodes} did not come within {JOIN_TIMEOUT_S:g} s"
             raise StartupError(f"{waited} (--dist-init-addr {args.dist_init_addr})") from None
+        theirs = stated["settings"]
         for item in dataclasses.fields(args):
             name = item.name
             if name in mine and theirs.get(name) != mine[name]:
@@ -80,3 +85,9 @@ def check_in(store: dist.Store, args: ServerArgs, rank: int) -> None:
                     f"{flag} is {mine[name]} on machine {args.node_rank} and {theirs.get(name)} on machine {machine}: "
                     "start all machines of an engine alike"
                 )
+        if stated["grammars"] != grammars:
+            mine_is, theirs_is = (found or "missing" for found in (grammars, stated["grammars"]))
+            raise StartupError(
+                f"the package {PACKAGE} is {mine_is} on machine {args.node_rank} and {theirs_is} on machine {machine}: "
+                "all machines of an engine need the same one, as all restrict the tokens of a request by themselves"
+            )

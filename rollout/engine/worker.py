@@ -34,6 +34,7 @@ from rollout.distributed.peer_memory import connect_peers
 from rollout.engine.build import build_scheduler
 from rollout.engine.device import claim_device, with_device
 from rollout.engine.rendezvous import check_in, open_store
+from rollout.grammar.library import installed_version
 from rollout.scheduler.channel import ZmqChannel
 
 PROGRESS_EVERY_S = 2.0
@@ -119,7 +120,7 @@ def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str 
     if layout.world_size == 1:
         return Parallel(), config["output_addr"], None
     store = open_store(config["rendezvous"], rank, layout.world_size)
-    check_in(store, args, rank)
+    check_in(store, args, rank, installed_version())
     output_addr, secret = config["output_addr"], os.environ.get(CHANNEL_SECRET)
     if rank == 0 and secret is not None:
         store.set(_OUTPUT_KEY, f"{config['remote_output_addr']} {secret}")
