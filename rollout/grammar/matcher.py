@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.grammar.library import error_of
@@ -46,6 +47,10 @@ class Matcher:
     def advance(self, token_id: int) -> bool:
         """Take the next token.  Returns False, and fails, if it is not allowed."""
         return bool(self._inner.consume_token(token_id))
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens it would take next.  It stays in its place, as a copy is asked."""
+        return int(self._inner.deep_copy().validate_tokens(list(token_ids)))
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens."""

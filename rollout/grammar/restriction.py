@@ -10,6 +10,7 @@ Shapes: W words of 32 bits, one bit for each token of the vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -87,6 +88,30 @@ class Restriction:
         if self._num_recent:
             self._recent = [*self._recent, *token_ids][-self._num_recent :]
 
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens may come next, one after the other.  A token that ends the request is none."""
+        if self._is_over:
+            return 0
+        recent, count = list(self._recent), 0
+        for token_id in token_ids:
+            is_listed = self._allowed is None or self._allowed.holds(token_id)
+            if self._removed.holds(token_id) or not is_listed or self._is_bad(recent, token_id):
+                break
+            recent.append(token_id)
+            count += 1
+        return count if self._matcher is None else self._matcher.num_fitting(token_ids[:count])
+
+    def copy(self) -> Restriction:
+        """Return a restriction in the same place, which goes on by itself."""
+        other = copy.copy(self)
+        other._matcher = None if self._matcher is None else self._matcher.copy()
+        return other
+
+    def go_to(self, place: Restriction) -> None:
+        """Go to the place of a copy, which is given up."""
+        self._matcher, self._recent = place._matcher, place._recent
+        self.num_fed, self.failure = place.num_fed, place.failure
+
     def write_texts(self, address: int, num_bytes: int, out_W: np.ndarray) -> bool:
         """Write the tokens that the grammar's texts go on with into `out_W`, which is at `address`; else all.
 
@@ -115,9 +140,10 @@ class Restriction:
         """Remove the tokens that the lists forbid next."""
         if self._allowed is not None:
             self._allowed.keep_only(out_W)
-        for *before, last in self._bad:
-            if not before or self._recent[-len(before) :] == before:
-                TokenSet([last], 32 * self._num_words).remove_from(out_W)
+        if self._bad:
+            last_ids = {word[-1] for word in self._bad}
+            bad = [token_id for token_id in last_ids if self._is_bad(self._recent, token_id)]
+            TokenSet(bad, 32 * self._num_words).remove_from(out_W)
         if self.num_fed < self._min_new:
             self._ends.remove_from(out_W)
 
@@ -148,6 +174,11 @@ class Restriction:
     def _ends_with(self, token_id: int) -> bool:
         """Return whether the token ends the request: nothing follows it in any grammar."""
         return token_id in self._stops and self.num_fed + 1 > self._min_new
+
+    def _is_bad(self, recent: Sequence[int], token_id: int) -> bool:
+        """Return whether the token would complete a bad word after the recent ones."""
+        words = ((before, last) for *before, last in self._bad)
+        return any(last == token_id and (not before or recent[-len(before) :] == before) for before, last in words)
 
     def _fail(self, reason: str) -> None:
         if self.failure is None:

@@ -27,6 +27,11 @@ class TokenSet:
         self.places = np.array(places, dtype=np.int64)
         self.bits = np.array([words[place] for place in places], dtype=np.uint32).view(np.int32)
 
+    def holds(self, token_id: int) -> bool:
+        place = int(np.searchsorted(self.places, token_id // 32))
+        found = place < len(self.places) and self.places[place] == token_id // 32
+        return bool(found and int(self.bits[place]) >> token_id % 32 & 1)
+
     def remove_from(self, out_W: np.ndarray) -> None:
         if len(self.places):
             out_W[self.places] &= ~self.bits

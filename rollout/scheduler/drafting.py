@@ -1,13 +1,15 @@
 """`Drafting`: the drafts of a step, and what became of them.
 
 It asks the drafter for the requests of the decode batch, and `DraftChoice` for how many of the proposed tokens the step
-verifies.  A proposal ends before the first id outside the vocabulary, and leaves room for the token that follows it.
+verifies.  A proposal ends before the first id outside the vocabulary or that the request's restriction forbids, and
+leaves room for the token that follows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 
@@ -140,24 +142,23 @@ class Drafting:
         asks = [(reqs[row], self._longest_draft(reqs[row])) for row, _ in asked]
         drafts = self._drafter.propose(asks) if asks else []
         each = zip(asked, drafts, strict=True)
-        offered = [(row, state, self._known(draft)) for (row, state), draft in each if draft.token_ids]
+        offered = [(row, state, self._fitting(reqs[row], draft)) for (row, state), draft in each if draft.token_ids]
         return [(row, state, draft) for row, state, draft in offered if draft.token_ids]
 
     def _state_of(self, req: Req) -> _State:
         state = self._states.get(req)
         if state is None:
-            # routes are given, as are the tokens; a restriction follows one token at a time
-            drafted = req.source.replay is None and req.restriction is None
-            state = self._states[req] = _State(drafted)
+            state = self._states[req] = _State(is_drafted=req.source.replay is None)  # else the tokens are given
         return state
 
     def _longest_draft(self, req: Req) -> int:
         """Return the most tokens that a draft of a request may have: one more follows it."""
         return min(self._most, req.sampling_params.max_new_tokens - len(req.output_ids) - 1)
 
-    def _known(self, draft: Draft) -> Draft:
-        """Return the draft before the first id outside the vocabulary."""
-        for place, token_id in enumerate(draft.token_ids):
-            if not 0 <= token_id < self._vocab_size:
-                return Draft(draft.token_ids[:place], draft.evidence)
-        return draft
+    def _fitting(self, req: Req, draft: Draft) -> Draft:
+        """Return the draft before the first id outside the vocabulary, or that the request's restriction forbids."""
+        token_ids = list(takewhile(lambda token_id: 0 <= token_id < self._vocab_size, draft.token_ids))
+        if req.restriction is not None and token_ids:
+            req.restriction.follow(req.output_ids)
+            token_ids = token_ids[: req.restriction.num_fitting(token_ids)]
+        return draft if len(token_ids) == len(draft.token_ids) else Draft(token_ids, draft.evidence)

@@ -124,10 +124,13 @@ class ModelDrafting(Drafting):
         self._kept.pop(req, None)
 
     def _chosen(self, plan: StepPlan, cache: CacheManager) -> list[int]:
-        """Return how many tokens of each request of the decode batch the draft should propose."""
+        """Return how many tokens of each request of the decode batch the draft should propose.
+
+        A request with a restriction gets none: a proposal that it forbids would leave slots that no row fills.
+        """
         reqs = plan.decodes.reqs
         chosen = [0] * len(reqs)
-        tried = [row for row, req in enumerate(reqs) if self._state_of(req).is_drafted]
+        tried = [row for row, req in enumerate(reqs) if self._state_of(req).is_drafted and req.restriction is None]
         lengths = [max(self._longest_draft(reqs[row]), 0) for row in tried]
         if any(lengths):
             offers = [(0, self._states[reqs[row]]) for row in tried]

@@ -214,15 +214,6 @@ def _restriction(req: Req) -> Restriction:
     return req.restriction
 
 
-def restrict(info: SamplingBatchInfo, reqs: Sequence[Req]) -> None:
-    """Write the tokens that each restricted row may sample next into `info`; `reqs` are the requests of its rows."""
-    restrictions = []
-    for row in info.restricted:
-        restrictions.append(_restriction(reqs[row]))
-        restrictions[-1].follow(reqs[row].output_ids)
-    RestrictedRows(restrictions, info.allowed_GW).write()
-
-
 def _joined(end_ids: Collection[frozenset[int]]) -> frozenset[int] | None:
     """Return the ids that end any row; None if they are too many, so that each row is checked by itself."""
     return frozenset().union(*end_ids) if sum(map(len, end_ids)) <= _MAX_END_IDS else None

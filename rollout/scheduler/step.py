@@ -146,6 +146,7 @@ class StepRunner:
             logits_NV = self._sample_first(completed, logits_NV, sampled)
         drafted: Verified | None = None
         if verified is not None:
+            verified.restrict()
             tokens = self._sampler.sample(logits_NV, verified.info, verified.positions)
             drafted = Verified(verified, slots, tokens)
         elif decodes:

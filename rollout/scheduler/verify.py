@@ -27,12 +27,14 @@ from rollout.core.host_copy import to_device
 from rollout.distributed.communicator import Communicator
 from rollout.drafts.base import Draft
 from rollout.executor.input_builder import DecodeInput, ExtendInput
+from rollout.grammar.restriction import Restriction
+from rollout.grammar.rows import RestrictedRows
 from rollout.memory.cache_manager import CacheManager
 from rollout.model.model_state import ServingEpoch
 from rollout.sampling.base import SampledTokens
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.records import SampledRows, restrict
+from rollout.scheduler.records import SampledRows
 from rollout.scheduler.req import Req
 from rollout.scheduler.stop import StopChecker
 
@@ -70,9 +72,34 @@ class VerifiedRows:
         self.input_positions = torch.from_numpy(inputs.positions.numpy()[rows_N] + offsets)
         rows = [row for req, draft in zip(self.reqs, self.drafts) for row in _sampling_rows(req, draft)]
         self.info = SamplingBatchInfo(rows, vocab_size, device)
-        if self.info.restricted:  # rows of their own, as requests with a restriction have no drafts
-            restrict(self.info, [req for req, count in zip(self.reqs, lengths) for _ in range(count)])
+        self._restrictions: list[list[Restriction]] = [[] for _ in self.reqs]  # by depth, where there are any
         self._first_plain = self._begins[len(drafted)]
+
+    def restrict(self) -> None:
+        """Write the tokens that each restricted row may sample: at depth d, those that may follow d drafted tokens.
+
+        Each depth has a copy of the one before, so that the matcher of a kept token has done what plain decoding does.
+        """
+        members = [i for i, req in enumerate(self.reqs) if req.restriction is not None]
+        numbers = {row: number for number, row in enumerate(self.info.restricted)}
+        for depth in range(max((1 + len(self.drafts[i]) for i in members), default=0)):
+            members = [i for i in members if depth <= len(self.drafts[i])]
+            for i in members:
+                self._restrictions[i].append(self._restriction(i, depth))
+            sets_GW = np.empty((len(members), self.info.allowed_GW.shape[1]), dtype=np.int32)
+            RestrictedRows([self._restrictions[i][depth] for i in members], sets_GW).write()
+            self.info.allowed_GW[[numbers[self._begins[i] + depth] for i in members]] = sets_GW
+
+    def _restriction(self, i: int, depth: int) -> Restriction:
+        """Return the restriction of request `i` after `depth` drafted tokens."""
+        if depth:
+            place = self._restrictions[i][depth - 1].copy()
+            place.feed(self.drafts[i][depth - 1 : depth])
+            return place
+        own = self.reqs[i].restriction
+        assert own is not None
+        own.follow(self.reqs[i].output_ids)
+        return own
 
     def extends(self) -> list[ExtendInput]:
         """Return the inputs of the requests with drafts."""
@@ -111,6 +138,10 @@ class VerifiedRows:
             if not members:
                 break
             reqs = [self.reqs[i] for i in members]
+            for i in members:
+                own = self.reqs[i].restriction
+                if depth and own is not None:
+                    own.go_to(self._restrictions[i][depth])
             rows = SampledRows(reqs, self._stop, self._vocab_size, "cpu")
             last = [n for n, req in enumerate(reqs) if len(req.output_ids) + 1 >= req.sampling_params.max_new_tokens]
             part = columns.rows([self._begins[i] + depth for i in members])

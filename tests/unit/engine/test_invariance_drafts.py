@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from examples.make_checkpoint.run import make_checkpoint
+from rollout.core.grammar import Grammar
 from rollout.core.sampling_params import SamplingParams
 from rollout.sampling.base import SampledTokens
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.scheduler.drafting import Drafting
-from rollout.scheduler.verify import _Columns
+from rollout.scheduler.verify import VerifiedRows, _Columns
 from tests.drafters import KnownDrafter
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint
 from tests.invariance import Ask, Facts, Server, assert_same
@@ -26,6 +27,7 @@ from tests.kernels import native_ops
 from tests.model_zoo import tiny_spec
 from tests.scheduler_harness import Harness, Result
 from tests.unit.engine.test_invariance_engine import asks
+from tests.unit.scheduler.test_restricted_requests import facts, run_all
 
 DTYPES = ["bfloat16", "float32"]
 ODD_SIZES = "odd sizes"
@@ -127,6 +129,38 @@ def _ask_all(harness: Harness) -> list[Result]:
     harness.run()
     harness.check_idle()
     return [harness.results[rid] for rid in rids]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["", "one set for all depths is noticed"])
+def test_drafted_grammars_and_lists_give_the_plain_tokens_log_probabilities_and_masks(
+    tmp_path: Path, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path / "m", tiny_spec(seed=1))
+    settings = {"dtype": "float32", "chunked_prefill_size": 8, "weight_version": "v0"}
+    plain = Harness(folder, **settings)
+    want = _ask_restricted(plain)
+    assert want[8].finished.reason.type == "abort" and len(want[8].token_ids) > 1
+    outputs = {tuple(result.prompt_ids): result.token_ids for result in want.values()}
+    if is_wrong:
+        right = VerifiedRows._restriction
+        monkeypatch.setattr(VerifiedRows, "_restriction", lambda self, i, depth: right(self, i, 0))
+    for kind in ["right"] if is_wrong else ["right", "mixed", "wrong", "hostile"]:
+        server = Harness(folder, speculative_algorithm="NGRAM", **settings)
+        drafting = Drafting(KnownDrafter(outputs, VOCABULARY, kind), None, VOCABULARY, 4)
+        server.scheduler._steps._drafting = drafting
+        got = _ask_restricted(server)
+        assert ([facts(got[i]) for i in want] == [facts(want[i]) for i in want]) != is_wrong, kind
+        kept = sum(got[i].finished.drafts.num_kept for i in (0, 1, 3, 5) if got[i].finished.drafts is not None)
+        assert is_wrong or (kept > 0) == (kind != "wrong"), "drafts of restricted requests were tried"
+
+
+def _ask_restricted(harness: Harness) -> dict[int, Result]:
+    """Ask for requests with grammars and lists, one of which fails behind its grammar's text."""
+    results = run_all(harness)
+    params = {"grammar": Grammar("regex", "[ab]{5}"), "max_new_tokens": 12, "min_new_tokens": 12, "ignore_eos": False}
+    rid = harness.submit([3, 1, 4], params=params, return_sampling_mask=True)
+    harness.run()
+    return results | {8: harness.results[rid]}
 
 
 def test_masks_over_the_limit_stay_in_their_rows() -> None:
