@@ -10,6 +10,7 @@ steps may lose a small share of the time of all steps.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 
 _DECAY = 0.97  # the weight of a step's time against the one before
@@ -110,11 +111,21 @@ class DraftChoice:
         self._decoding = Line()
         self._verifying = Line()
         self._by_evidence = [Kept() for _ in range(_CLASSES)]
+        self._times: deque[tuple[int, int, float]] = deque(maxlen=64)
         self._may_lose_s = 0.0
         self._steps_alike = 0  # steps in a row that did the better thing
 
     def note_step(self, num_requests: int, num_drafted: int, seconds: float) -> None:
         """Take in the time of a step of `num_requests` requests and `num_drafted` drafted tokens."""
+        self._times.append((num_requests, num_drafted, seconds))
+
+    def _note_times(self) -> None:
+        """Take in the last times, which is done when they are needed: it takes longer than to keep them."""
+        for num_requests, num_drafted, seconds in self._times:
+            self._note_time(num_requests, num_drafted, seconds)
+        self._times.clear()
+
+    def _note_time(self, num_requests: int, num_drafted: int, seconds: float) -> None:
         lines = (self._verifying, self._decoding) if num_drafted else (self._decoding, self._verifying)
         lines[0].note(num_requests + num_drafted, seconds)
         lines[1].age()
@@ -137,6 +148,7 @@ class DraftChoice:
 
         `rates` and `lengths` are of the drafts; the step has `num_requests` requests, with drafts or without.
         """
+        self._note_times()
         nothing = [0] * len(rates)
         if not any(lengths) or not self._decoding.is_known:
             return nothing  # the first steps only decode, so that there is something to compare with

@@ -6,6 +6,7 @@ decoding (Saxena, 2023) and suffix decoding (Oliaro et al., 2024), here with the
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,14 +48,14 @@ class NgramDrafter(Drafter):
 
     def __init__(self, shortest: int = 3, history_tokens: int = 0, texts: PlainTexts | None = None) -> None:
         self._texts = _loaded_texts(shortest) if texts is None else texts
+        self._look_up = self._texts.propose  # looked up once, as that takes longer than to look up a draft
         self._max_history = history_tokens
         self._readers: dict[DraftedSequence, _Reader] = {}
         self._indices: dict[int, tuple[Prompt, _Index]] = {}  # by the prompt's key
         self._history: OrderedDict[int, int] = OrderedDict()  # tokens of the indices without readers, oldest first
 
     def propose(self, asks: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
-        numbers: list[int] = []
-        token_ids: list[int] = []
+        numbers, token_ids = array("q", [len(asks)]), array("q")
         for sequence, most in asks:
             reader = self._readers.get(sequence)
             if reader is None:
@@ -64,12 +65,14 @@ class NgramDrafter(Drafter):
             if new == 1:
                 token_ids.append(output[-1])
             elif new:
-                token_ids += output[reader.num_fed :]
-            numbers += (reader.index.number, reader.number, new, most)
+                token_ids.extend(output[reader.num_fed :])
+            numbers.extend((reader.index.number, reader.number, new, most))
             reader.num_fed += new
-        lengths, counts, found = self._texts.propose(numbers, token_ids)
-        drafts, begin = [], 0
-        for length, count in zip(lengths, counts, strict=True):
+        found = self._look_up(torch.frombuffer(numbers + token_ids, dtype=torch.int64)).tolist()
+        if len(found) == 2 * len(asks):
+            return [NO_DRAFT] * len(asks)
+        drafts, begin = [], 2 * len(asks)
+        for length, count in zip(found[: len(asks)], found[len(asks) : begin], strict=True):
             drafts.append(Draft(found[begin : begin + count], length) if count else NO_DRAFT)
             begin += count
         return drafts

@@ -79,21 +79,23 @@ class PlainTexts:
         prompt, *others = (len(text.token_ids) for text in self._indices[number].texts)
         return prompt, sum(others)
 
-    def propose(self, asks: list[int], token_ids: list[int]) -> tuple[list[int], list[int], list[int]]:
+    def propose(self, given: torch.Tensor) -> torch.Tensor:
         """Append tokens to texts, then look up the end of each of them.
 
-        `asks` has four numbers of each ask: the index, the text, how many of the next `token_ids` are appended to it,
-        and the most tokens to propose.  Returns the length of each match, 0 for none; how many tokens follow it; and
-        these tokens, one ask after the other.
+        `given`, int64: the number of asks; four numbers of each: the index, the text, how many of the next tokens are
+        appended to it, and the most tokens to propose; and these tokens.  Returns the length of each match, 0 for none;
+        how many tokens follow each; and these tokens, one ask after the other.
         """
-        each = [asks[i : i + _NUMBERS] for i in range(0, len(asks), _NUMBERS)]
-        used = 0
+        num_asks, *numbers = given.tolist()
+        each = [numbers[_NUMBERS * n : _NUMBERS * (n + 1)] for n in range(num_asks)]
+        token_ids, used = numbers[_NUMBERS * num_asks :], 0
         for number, own, count, _ in each:
             self._feed(self._indices[number], own, token_ids[used : used + count])
             used += count
         found = [self._best(self._indices[number], own, most) for number, own, _, most in each]
         lengths, proposed = [length for length, _ in found], [ids for _, ids in found]
-        return lengths, [len(ids) for ids in proposed], [token_id for ids in proposed for token_id in ids]
+        counts, tokens = [len(ids) for ids in proposed], [token_id for ids in proposed for token_id in ids]
+        return torch.tensor([*lengths, *counts, *tokens], dtype=torch.int64)
 
     def _new_text(self, index: _Index) -> int:
         index.texts.append(_Text())

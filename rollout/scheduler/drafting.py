@@ -22,6 +22,8 @@ from rollout.scheduler.req import Req
 from rollout.scheduler.stats import DraftCounts
 from rollout.scheduler.verify import VerifiedRows
 
+_LONGEST_WAIT = 8
+
 
 @dataclass(slots=True)
 class _State:
@@ -56,6 +58,8 @@ class Drafting:
         self._most = most
         self._step_tokens = step_tokens
         self._states: dict[Req, _State] = {}
+        self._wait = 1  # steps from one ask to the next, while the drafter has no draft for any request
+        self._rests = 0  # steps until the next ask
         self._last: tuple[tuple[StepPlan, int], float] | None = None  # the last step, its requests, and its time
 
     def fill(self, plan: StepPlan, cache: CacheManager, now: float) -> None:
@@ -68,9 +72,15 @@ class Drafting:
         if not reqs:
             return
         self._last = (plan, len(reqs)), now
+        if self._rests > 0:
+            self._rests -= 1
+            return
         offered = self._offered(reqs)
         if not offered:
+            self._wait = min(2 * self._wait, _LONGEST_WAIT) if self._choice is not None else 1
+            self._rests = self._wait - 1
             return
+        self._wait = 1
         lengths = [len(draft.token_ids) for _, _, draft in offered]
         counts = self._counts(plan, cache, [(draft.evidence, state) for _, state, draft in offered], lengths)
         drafts = [NO_DRAFT] * len(reqs)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -176,29 +177,32 @@ struct DraftTexts : torch::CustomClassHolder {
     return {prompt, tokens - prompt};
   }
 
-  // Appends the tokens of all asks, then looks up all.  Returns the length of each match, the number of tokens that
-  // follow it, and the tokens one after the other.
-  std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>> propose(
-      const std::vector<int64_t>& asks, const std::vector<int64_t>& ids) {
-    const auto numbers = static_cast<int64_t>(asks.size());
-    TORCH_CHECK(numbers % kAsk == 0, "an ask has ", kAsk, " numbers");
-    int64_t used = 0;
-    for (int64_t i = 0; i < numbers; i += kAsk) {
-      Index& index = at(asks[i]);
-      const int64_t count = asks[i + 2], left = static_cast<int64_t>(ids.size()) - used;
-      TORCH_CHECK(0 < asks[i + 1] && asks[i + 1] < static_cast<int64_t>(index.texts.size()), "no text ", asks[i + 1]);
-      TORCH_CHECK(0 <= count && count <= left, "an ask appends ", count, " of ", left, " tokens");
-      index.feed(asks[i + 1], ids.data() + used, count, shortest, true);
-      used += count;
+  // Appends the tokens of all asks, then looks up all.  `given`: N, four numbers of each of N asks, and the tokens to
+  // append.  Returns N lengths of matches, N numbers of tokens that follow them, and these tokens.  Numbers go in tensors
+  // as each of a list would take a microsecond.
+  at::Tensor propose(const at::Tensor& given) {
+    TORCH_CHECK(given.dim() == 1 && given.scalar_type() == at::kLong && given.is_contiguous(), "asks are int64 [n]");
+    const auto* asks = given.const_data_ptr<int64_t>() + 1;
+    const int64_t size = given.numel() - 1, num_asks = size < 0 ? 0 : asks[-1];
+    TORCH_CHECK(0 <= num_asks && kAsk * num_asks <= size, "there are fewer numbers than of ", num_asks, " asks");
+    const int64_t *next = asks + kAsk * num_asks, *last = asks + std::max<int64_t>(size, 0);
+    for (const int64_t* ask = asks; ask < asks + kAsk * num_asks; ask += kAsk) {
+      Index& index = at(ask[0]);
+      TORCH_CHECK(0 < ask[1] && ask[1] < static_cast<int64_t>(index.texts.size()), "no text ", ask[1]);
+      TORCH_CHECK(0 <= ask[2] && ask[2] <= last - next, "an ask appends ", ask[2], " of ", last - next, " tokens");
+      index.feed(ask[1], next, ask[2], shortest, true);
+      next += ask[2];
     }
-    std::vector<int64_t> lengths, counts, found;
-    for (int64_t i = 0; i < numbers; i += kAsk) {
-      const Found one = best(at(asks[i]), asks[i + 1], asks[i + 3], shortest);
-      lengths.push_back(one.length);
-      counts.push_back(one.count);
+    std::vector<int64_t> found(2 * num_asks);
+    for (int64_t n = 0; n < num_asks; ++n) {
+      const Found one = best(at(asks[kAsk * n]), asks[kAsk * n + 1], asks[kAsk * n + 3], shortest);
+      found[n] = one.length;
+      found[num_asks + n] = one.count;
       found.insert(found.end(), one.ids, one.ids + one.count);
     }
-    return {std::move(lengths), std::move(counts), std::move(found)};
+    at::Tensor result = at::empty({static_cast<int64_t>(found.size())}, given.options());
+    std::copy(found.begin(), found.end(), result.mutable_data_ptr<int64_t>());
+    return result;
   }
 
   Index& at(int64_t number) {
