@@ -21,6 +21,7 @@ _KEPT_GUESS = 0.6
 _CLASSES = 9  # of evidence
 _FORGET = 0.98
 _TRIES = 3.0  # verified tokens that the guess counts for
+_OWN_TRIES = 1.0  # the same for one request: a text that does not repeat should show soon
 _ALIKE = 8  # steps that do the better thing before one does the other
 _LEARNING = 0.01  # the share of all time that steps may lose to learn from them
 
@@ -92,13 +93,13 @@ class Kept:
     def __init__(self) -> None:
         self.kept = self.tried = 0.0
 
-    def note(self, kept: int, tried: int) -> None:
+    def note(self, kept: float, tried: float) -> None:
         self.kept = self.kept * _FORGET + kept
         self.tried = self.tried * _FORGET + tried
 
-    def rate(self, guess: float) -> float:
-        """Return the share of tokens that are kept; with few tries, near the guess."""
-        return (self.kept + _TRIES * guess) / (self.tried + _TRIES)
+    def rate(self, guess: float, tries: float) -> float:
+        """Return the share of tokens that are kept; the guess counts for so many tries."""
+        return (self.kept + tries * guess) / (self.tried + tries)
 
 
 class DraftChoice:
@@ -133,7 +134,7 @@ class DraftChoice:
     def note_draft(self, evidence: int, own: Kept, kept: int, tried: int) -> None:
         """Take in that `kept` tokens of a draft were kept; `tried` were kept or were the first that was not."""
         everyone = self._class_of(evidence)
-        own.note(kept, tried * everyone.rate(_KEPT_GUESS))  # against what was expected
+        own.note(kept, tried * everyone.rate(_KEPT_GUESS, _TRIES))  # against what was expected
         everyone.note(kept, tried)
 
     def kept_rate(self, evidence: int, own: Kept) -> float:
@@ -141,7 +142,7 @@ class DraftChoice:
 
         It is the share of all requests for this evidence, times what this request had of what was expected of it.
         """
-        return min(self._class_of(evidence).rate(_KEPT_GUESS) * own.rate(1.0), 0.99)
+        return min(self._class_of(evidence).rate(_KEPT_GUESS, _TRIES) * own.rate(1.0, _OWN_TRIES), 0.99)
 
     def choose(self, rates: Sequence[float], lengths: Sequence[int], num_requests: int) -> list[int]:
         """Return how many tokens of each draft the step verifies: all 0 for a step that only decodes.

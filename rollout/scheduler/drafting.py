@@ -22,7 +22,7 @@ from rollout.scheduler.req import Req
 from rollout.scheduler.stats import DraftCounts
 from rollout.scheduler.verify import VerifiedRows
 
-_LONGEST_WAIT = 8
+_LONGEST_WAIT = 16
 
 
 @dataclass(slots=True)
