@@ -18,6 +18,7 @@ from benchmarks import (
     adapter_times,
     capture,
     delta,
+    drafts,
     embeddings,
     eplb_planners,
     families,
@@ -48,6 +49,7 @@ PARTS = (
     "formats",
     "grpo",
     "grammar",
+    "drafts",
     "capture",
     "scoring",
     "embeddings",
@@ -108,6 +110,8 @@ def main() -> None:
             rows += grpo.run(shape, args.rounds, console, args.against, args.prompts)
         if "grammar" in args.only:
             rows += grammar.run(shape, args.rounds, args.new_tokens, console)
+        if "drafts" in args.only:
+            rows += drafts.run(shape, args.batches, args.rounds, args.new_tokens, console)
         if "capture" in args.only:
             rounds = args.rounds * (5 if shape == "S" else 1)
             rows += capture.run(shape, 32, rounds, args.new_tokens, console)
@@ -149,6 +153,8 @@ def main() -> None:
         rows += adapter_refresh.run(args.rounds, console)
     if "formats" in args.only:
         rows += weight_formats.mismatch(console)
+    if "drafts" in args.only and drafts.REAL_MODEL.is_dir():
+        rows += drafts.run(drafts.TRAINED, args.batches, args.rounds, args.new_tokens, console)
     if "front" in args.only:
         rows += front.run(front.SECONDS, console)
     if "fingerprint" in args.only:
