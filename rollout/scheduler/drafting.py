@@ -22,7 +22,8 @@ from rollout.scheduler.req import Req
 from rollout.scheduler.stats import DraftCounts
 from rollout.scheduler.verify import VerifiedRows
 
-_LONGEST_WAIT = 16
+_LONGEST_WAIT = 16  # steps from one ask to the next, where there was no draft
+_WAIT_FOR_BETTER = 4  # the same where verifying the drafts would not have paid
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class Drafting:
         self._most = most
         self._step_tokens = step_tokens
         self._states: dict[Req, _State] = {}
-        self._wait = 1  # steps from one ask to the next, while the drafter has no draft for any request
+        self._wait = 1  # steps from one ask to the next
         self._rests = 0  # steps until the next ask
         self._last: tuple[tuple[StepPlan, int], float] | None = None  # the last step, its requests, and its time
 
@@ -77,10 +78,8 @@ class Drafting:
             return
         offered = self._offered(reqs)
         if not offered:
-            self._wait = min(2 * self._wait, _LONGEST_WAIT) if self._choice is not None else 1
-            self._rests = self._wait - 1
+            self._rest_for(_LONGEST_WAIT)
             return
-        self._wait = 1
         lengths = [len(draft.token_ids) for _, _, draft in offered]
         counts = self._counts(plan, cache, [(draft.evidence, state) for _, state, draft in offered], lengths)
         drafts = [NO_DRAFT] * len(reqs)
@@ -88,7 +87,15 @@ class Drafting:
             count = cache.reserve_draft(reqs[row], chosen)
             drafts[row] = Draft(draft.token_ids[:count], draft.evidence)
         if any(draft.token_ids for draft in drafts):
-            plan.drafts = drafts
+            plan.drafts, self._wait = drafts, 1
+        else:
+            self._rest_for(_WAIT_FOR_BETTER)
+
+    def _rest_for(self, most: int) -> None:
+        """Ask again after twice as many steps as before, at most `most`; without a choice, in the next."""
+        if self._choice is not None:
+            self._wait = min(2 * self._wait, most)
+            self._rests = self._wait - 1
 
     def _counts(
         self, plan: StepPlan, cache: CacheManager, offers: Sequence[tuple[int, _State]], lengths: list[int]
