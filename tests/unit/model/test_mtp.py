@@ -26,9 +26,11 @@ from rollout.model.load import load_mtp
 from rollout.model.mtp import MtpHead
 from tests.family_zoo import family_config
 from tests.forward_harness import ForwardHarness
+from tests.fp8_reference import fp8_checkpoint, set_config, stored_tensors, values_of
 from tests.kernels import native_ops
 from tests.model_zoo import load_tiny
 from tests.mtp_zoo import MTP_FAMILIES, mtp_checkpoint, mtp_models
+from weight_sync.checker import live_fingerprints
 
 LENGTH = 21
 IDS = torch.randint(0, 320, (LENGTH + 2,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -157,6 +159,19 @@ def test_a_checkpoint_without_the_layer_is_refused_by_the_names_that_it_lacks(
         save_file({key: value for key, value in tensors.items() if kept(key)}, tmp_path / "model.safetensors")
         with pytest.raises(StartupError, match=reason):
             load_mtp(tmp_path, model, "cpu", plain_ops())
+
+
+@pytest.mark.parametrize("name", ["glm4_moe"], indirect=True)
+def test_a_layer_in_fp8_has_the_bits_of_its_values(name: str, tmp_path: Path) -> None:
+    plain = mtp_checkpoint(tmp_path / "plain", name, SEED, torch.bfloat16)
+    tensors = stored_tensors(fp8_checkpoint(tmp_path / "fp8", plain))
+    assert tensors["model.layers.3.mlp.experts.0.up_proj.weight"].dtype == torch.float8_e4m3fn
+    values = fp8_checkpoint(tmp_path / "values", plain, lambda _: values_of(tensors, torch.bfloat16))
+    set_config(values, None)
+    found, want, other = (
+        live_fingerprints(loaded(path, torch.bfloat16)[1].weights) for path in (tmp_path / "fp8", values, plain)
+    )
+    assert found == want != other
 
 
 def test_models_without_such_a_layer_have_no_head(folder: Path) -> None:
