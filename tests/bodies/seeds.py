@@ -234,6 +234,7 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         "/begin_weight_update": [
             {"weight_version": "v", "lease_s": 2.0, "manifest": manifest},
             {"target": {"adapter": "a", "config": {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}}},
+            {"target": {"draft": True}},
             {"target": {"adapter": "a", "config": {"peft_type": "LORA", "r": 2}, "aliases": {names[0]: names[-1]}}},
             {"adapters": [{"adapter": "a", "config": {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}}]},
             {"manifest": {"names": names, "dtypes": kinds, "shapes": shapes, "fingerprints": "0" * 16 * len(names)}},
