@@ -26,9 +26,9 @@ class DepthChoice(DraftChoice):
         self._plain = 0  # steps since one drafted
 
     def note_step(self, num_requests: int, num_drafted: int, seconds: float) -> None:
-        if num_drafted:
+        if num_drafted and self._depth:  # 0: this choice did not make the step
             self._lines.setdefault(self._depth, Line()).note(num_requests + num_drafted, seconds)
-        else:
+        elif not num_drafted:
             self._decoding.note(num_requests, seconds)
 
     def choose(self, rates: Sequence[float], lengths: Sequence[int], num_requests: int) -> list[int]:
