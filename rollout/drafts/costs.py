@@ -98,7 +98,7 @@ class Kept:
         self.tried = self.tried * _FORGET + tried
 
     def rate(self, guess: float, tries: float) -> float:
-        """Return the share of tokens that are kept; the guess counts for so many tries."""
+        """Return the share of tokens that are kept; the guess counts as `tries` tokens."""
         return (self.kept + tries * guess) / (self.tried + tries)
 
 
@@ -140,7 +140,7 @@ class DraftChoice:
     def kept_rate(self, evidence: int, own: Kept) -> float:
         """Return the probability that the next token of a draft is kept, if the ones before are.
 
-        It is the share of all requests for this evidence, times what this request had of what was expected of it.
+        It is the share of all requests for this evidence, times the kept tokens of this request over the expected ones.
         """
         return min(self._class_of(evidence).rate(_KEPT_GUESS, _TRIES) * own.rate(1.0, _OWN_TRIES), 0.99)
 

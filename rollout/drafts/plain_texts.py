@@ -49,7 +49,7 @@ class PlainTexts:
     """Indices by number, and in each of them texts by number."""
 
     def __init__(self, shortest: int) -> None:
-        """Propose what follows matches of at least `shortest` tokens, at least 1."""
+        """Use matches of at least `shortest` tokens, at least 1."""
         self._shortest = shortest
         self._indices: dict[int, _Index] = {}
         self._next = 0

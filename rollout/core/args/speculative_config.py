@@ -36,7 +36,7 @@ _WITHOUT_EFFECT = frozenset(
 def settings_of(given: str | Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of an object, or of its JSON, and its keys without effect.
 
-    Raises `StartupError` for what is no such object, and for a method or a key that the server does not know.
+    Raises `StartupError` for anything else, and for a method or a key that the server does not know.
     """
     config = _object(given)
     model = config.pop("model", None)
@@ -60,7 +60,7 @@ def _object(given: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = json.loads(given) if isinstance(given, str) else dict(given)
     except ValueError as error:
-        raise StartupError(f"--speculative-config is no JSON: {error}") from None
+        raise StartupError(f"--speculative-config must be JSON: {error}") from None
     if not isinstance(config, dict):
         raise StartupError(f"--speculative-config must be an object, got {given!r}")
     return config

@@ -243,8 +243,8 @@ def test_each_kind_of_draft_of_vllm_is_one_here(config: dict[str, Any], expected
         ('{"method": "ngram", "quantization": "fp8", "colour": 1}', "unknown keys colour, quantization"),
         ('{"method": "draft_model"}', "needs a model"),
         ("[1]", "must be an object"),
-        ("{", "is no JSON"),
-        ("", "is no JSON"),
+        ("{", "must be JSON"),
+        ("", "must be JSON"),
     ],
 )
 def test_drafts_of_vllm_that_are_not_here_are_refused_by_name(config: str, reason: str) -> None:

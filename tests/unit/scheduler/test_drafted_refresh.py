@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def refreshed(harness: Harness, folder: Path, num_tokens: int) -> Result:
-    """Return a request whose weights become those of `folder` once it has at least `num_tokens` tokens."""
+    """Generate with a refresh to the weights in `folder` at the first turn with `num_tokens` tokens or more."""
     rid = harness.submit(PROMPT, params=PARAMS)
     harness.tick()
     req = harness.scheduler._by_rid[rid]
