@@ -45,14 +45,20 @@ struct Lists {
   const int32_t* allowed;
 };
 
+// Of `count` tokens, those whose bit is 0 become -infinity.  Every logit is stored, so that it takes no branch.
+inline void forbid_word(uint32_t word, int64_t count, float* logits) {
+  for (int64_t i = 0; i < count; ++i) logits[i] = (word >> i & 1) != 0 ? logits[i] : -kInfinity;
+}
+
 // Tokens that the set does not hold become -infinity.
 inline void forbid(const int32_t* words, int64_t size, float* logits) {
   for (int64_t first = 0; first < size; first += 32) {
     const uint32_t word = static_cast<uint32_t>(words[first / 32]);
     if (word == ~uint32_t{0}) continue;
-    const int64_t end = std::min(first + 32, size);
-    for (int64_t id = first; id < end; ++id) {
-      if ((word >> (id - first) & 1) == 0) logits[id] = -kInfinity;
+    if (first + 32 <= size) {
+      forbid_word(word, 32, logits + first);
+    } else {
+      forbid_word(word, size - first, logits + first);
     }
   }
 }
