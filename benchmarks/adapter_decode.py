@@ -10,6 +10,9 @@ N adapters   the same engine; request i has adapter i modulo N
 B of every adapter is zero: the products are computed, and the model draws the same tokens.  An adapter that changes
 tokens changes the experts that a step reads, too.  Tokens are drawn at temperature 1, as greedy requests of a random
 model soon repeat one token.
+
+A number is the median over all steps that decode the whole batch: of the time from one to the next, and of the CPU time
+of the process.  Others on the machine disturb single steps, and whole generations more.
 """
 
 from __future__ import annotations
@@ -20,7 +23,11 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,6 +38,7 @@ from safetensors.torch import save_file
 from benchmarks.adapter_refresh import RANK, TARGETS, random_adapter
 from benchmarks.shapes import SHAPES, checkpoint
 from benchmarks.throughput import PROMPT_TOKENS
+from rollout.core.forward_batch import ForwardBatch
 from rollout.server.engine import Engine
 from weight_sync.safetensors_file import read_header
 
@@ -54,36 +62,50 @@ def run(shape: str, rounds: int, new_tokens: int, console: Console) -> list[dict
     for count in COUNTS:
         names: list[str | None] = [paths[number % count].name for number in range(BATCH)]
         cases[f"{count} adapter{'s' if count > 1 else ''}"] = adapted, names
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    cpu: dict[str, list[float]] = defaultdict(list)
     rng = random.Random(0)
     with Progress(console=console) as progress:
-        task = progress.add_task(f"adapters, {shape}", total=(rounds + 1) * len(cases) * 2)
+        task = progress.add_task(f"adapters, {shape}", total=(rounds + 1) * len(cases))
         for turn in range(rounds + 1):  # turn 0 warms up
             for name in case_order(list(cases), turn):
                 engine, adapters = cases[name]
-                for new in (1, new_tokens):
-                    prompts = [[rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(BATCH)]
-                    start = time.perf_counter()
-                    _generate(engine, prompts, adapters, new)
-                    if turn:
-                        times[name, new].append(time.perf_counter() - start)
-                    progress.advance(task)
+                prompts = [[rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(BATCH)]
+                with _timed_steps(engine) as steps:
+                    _generate(engine, prompts, adapters, new_tokens)
+                if turn:
+                    seconds[name] += [after - before for (before, _), (after, _) in pairwise(steps)]
+                    cpu[name] += [after - before for (_, before), (_, after) in pairwise(steps)]
+                progress.advance(task)
     for engine in (plain, adapted):
         engine.close()
-    rows = []
+    rows: list[dict] = []
     for name in cases:
-        whole, first = (statistics.median(times[name, new]) for new in (new_tokens, 1))
-        decode = BATCH * (new_tokens - 1) / (whole - first)
-        row = {
-            "part": "adapters",
-            "shape": shape,
-            "case": name,
-            "decode": decode,
-            "prompts": BATCH * PROMPT_TOKENS / first,
-        }
-        rows.append(row | {"ratio": decode / (rows[0]["decode"] if rows else decode)})
+        step_s, cpu_s = statistics.median(seconds[name]), statistics.median(cpu[name])
+        row = {"part": "adapters", "shape": shape, "case": name, "decode": BATCH / step_s, "cpu_ms": 1e3 * cpu_s}
+        first = rows[0] if rows else row
+        rows.append(row | {"ratio": row["decode"] / first["decode"], "cpu_ratio": first["cpu_ms"] / row["cpu_ms"]})
     _print(shape, rows, console)
     return rows
+
+
+@contextmanager
+def _timed_steps(engine: Engine) -> Iterator[list[tuple[float, float]]]:
+    """Give the list of the times at which steps begin that decode the whole batch: clock and CPU of the process."""
+    found: list[tuple[float, float]] = []
+    runner = engine.scheduler.runner
+    forward = runner.forward
+
+    def timed(batch: ForwardBatch) -> Any:
+        if len(batch.decode.seq_lens) == batch.num_tokens == BATCH:
+            found.append((time.perf_counter(), time.process_time()))
+        return forward(batch)
+
+    runner.forward = timed  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        del runner.forward
 
 
 def case_order(names: list[str], turn: int) -> list[str]:
@@ -130,9 +152,10 @@ def _write_adapters(folder: Path, scratch: Path) -> list[Path]:
 
 def _print(shape: str, rows: list[dict], console: Console) -> None:
     table = Table(title=f"{shape}: tokens a second of {BATCH} requests, adapters of rank {RANK} of attention")
-    for column in ("requests have", "decode", "of no slots", "prompts"):
+    for column in ("requests have", "decode", "of no slots", "CPU ms a step", "by CPU time"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(row["case"], f"{row['decode']:.0f}", f"{row['ratio']:.3f}", f"{row['prompts']:.0f}")
+        numbers = f"{row['decode']:.0f}", f"{row['ratio']:.3f}", f"{row['cpu_ms']:.1f}", f"{row['cpu_ratio']:.3f}"
+        table.add_row(row["case"], *numbers)
     console.print(table)
     console.print(f"{torch.get_num_threads()} threads")
