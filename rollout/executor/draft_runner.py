@@ -144,7 +144,8 @@ def _enter(proposed: list[list[int]], drawn: Sequence[torch.Tensor]) -> None:
 
 
 def _content(start: int, token_ids: np.ndarray) -> np.ndarray:
-    return np.arange(start, start + len(token_ids)) << 32 | token_ids
+    content: np.ndarray = np.arange(start, start + len(token_ids)) << 32 | token_ids
+    return content
 
 
 def _single_rows(

@@ -21,12 +21,13 @@ class DraftModel(Protocol):
     Without `needs_hidden`, the row at position p takes the token of p and predicts the one of p + 1.  With it, the row
     takes the token of p + 1 and the served model's hidden state of p, and predicts the token of p + 2.  The state that
     it returns is then the hidden state of the next row.
-
-    `kv_layers`: the KV that each of its layers keeps of a token on this rank.
     """
 
     needs_hidden: bool
-    kv_layers: Sequence[KVKind | None]
+
+    @property
+    def kv_layers(self) -> Sequence[KVKind | None]:
+        """The KV that each of its layers keeps of a token on this rank."""
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """Return the states [T, D] of the rows, for `compute_logits`.  `hidden_TD`: only with `needs_hidden`."""
