@@ -56,7 +56,12 @@ class Row {
   float largest() const { return largest_; }
   size_t num_blocks() const { return block_largest_.size(); }
   const std::vector<float>& block_largest() const { return block_largest_; }
-  F32x16 weight(F32x16 x) const { return exp(x - splat(largest_)); }
+  // `exp` is 0 below -104.  Such lanes, of forbidden tokens above all, are not left to it: a product that is too small
+  // for a float costs a hundred cycles.
+  F32x16 weight(F32x16 x) const {
+    const F32x16 below = x - splat(largest_);
+    return where_at_least(below, -104.0f, exp(where_at_least(below, -104.0f, below)));
+  }
 
   // Lowest id of the largest logit; of a row with NaN, that of the first NaN.
   int64_t best() const {
