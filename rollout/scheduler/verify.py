@@ -76,7 +76,7 @@ class VerifiedRows:
         self._first_plain = self._begins[len(drafted)]
 
     def restrict(self) -> None:
-        """Write the tokens that each restricted row may sample: at depth d, those that may follow d drafted tokens.
+        """Write the tokens that restricted rows may sample, those at depth d after d drafted tokens.
 
         Each depth has a copy of the one before, so that the matcher of a kept token has done what plain decoding does.
         """

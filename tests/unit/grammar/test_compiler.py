@@ -276,7 +276,7 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(compiler: Gram
 
 
 def patient(check: Callable[[], None]) -> None:
-    """Try a check again where the machine was too busy with others' work."""
+    """Repeat a check where the machine was too busy with others' work."""
     for _ in range(20):
         with contextlib.suppress(Unavailable):
             return check()
