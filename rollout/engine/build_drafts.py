@@ -34,8 +34,6 @@ from rollout.scheduler.drafting import Drafting
 from rollout.scheduler.model_drafting import ModelDrafting
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS
 
-_FLAG = "--speculative-draft-model-path"
-
 
 class LoadedDraft(NamedTuple):
     """A draft, with the dtype and the device of its KV.  `config`: of a draft that has a checkpoint of its own."""
@@ -86,7 +84,7 @@ def load_draft(
         location = trivial_location(len(draft.moe_layer_ids), draft.num_experts)
         placement = ExpertPlacement(location, device, parallel.position.ep_rank, parallel.layout.ep_size)
     except EplbError as error:
-        raise StartupError(f"{_FLAG}: --ep-size does not fit: {error}") from None
+        raise StartupError(f"--speculative-draft-model-path: --ep-size does not fit: {error}") from None
     model = load_model(path, draft, dtype, device, placement, ops, None, parallel, backend)
     is_alone = parallel.layout.world_size == 1
     recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
@@ -135,15 +133,21 @@ def _check(draft: ModelConfig, config: ModelConfig, args: ServerArgs) -> None:
     name = draft.architecture
     if draft.vocab_size != config.vocab_size or draft.head != "vocabulary":
         raise StartupError(
-            f"{_FLAG}: {name} has {draft.vocab_size} tokens, but the served model has {config.vocab_size}"
+            f"--speculative-draft-model-path: {name} has {draft.vocab_size} tokens, "
+            f"but the served model has {config.vocab_size}"
         )
     longest = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     if draft.max_position_embeddings < longest:
         raise StartupError(
-            f"{_FLAG}: {name} has {draft.max_position_embeddings} positions, but a context has {longest}: lower "
-            "--context-length"
+            f"--speculative-draft-model-path: {name} has {draft.max_position_embeddings} positions, "
+            f"but a context has {longest}: lower --context-length"
         )
     if draft.is_moe and args.moe_a2a_backend != "none":
-        raise StartupError(f"{_FLAG}: {name} has experts, which a draft does not send by --moe-a2a-backend")
+        raise StartupError(
+            f"--speculative-draft-model-path: {name} has experts, which a draft does not send by --moe-a2a-backend"
+        )
     if any(isinstance(layer.attention, GatedDeltaSpec) for layer in draft.layers):
-        raise StartupError(f"{_FLAG}: {name} has recurrent layers, which a draft cannot have: its tokens are dropped")
+        raise StartupError(
+            f"--speculative-draft-model-path: {name} has recurrent layers, "
+            "which a draft cannot have: its tokens are dropped"
+        )

@@ -272,7 +272,7 @@ def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
         if name == speculative_config.NAME:
             settings, unused = ({}, []) if value is None else speculative_config.settings_of(value)
             if both := sorted(own.keys() & settings.keys()):
-                raise StartupError(f"{name} and {', '.join(both)} are the same setting: give only one")
+                raise StartupError(f"{' and '.join((name, *both))} are the same setting: give only one")
             own |= settings
             for key in unused:
                 _warn_of(f"{name}.{key}")
