@@ -23,6 +23,7 @@ _FORGET = 0.98
 _TRIES = 3.0  # verified tokens that the guess counts for
 _OWN_TRIES = 1.0  # the same for one request: a text that does not repeat should show soon
 _ALIKE = 8  # steps that do the better thing before one does the other
+_MAX_LOST_STEPS = 8.0  # plain steps that learning may cost in a row, however long nothing was lost
 _LEARNING = 0.01  # the share of all time that steps may lose to learn from them
 
 
@@ -162,7 +163,7 @@ class DraftChoice:
             gained = sum(rate * (1.0 - rate**count) / (1.0 - rate) for rate, count in zip(rates, counts) if count)
             return base + slope * (num_requests + sum(counts)) - plain_s * (1.0 + gained / num_requests)
 
-        self._may_lose_s += _LEARNING * plain_s
+        self._may_lose_s = min(self._may_lose_s + _LEARNING * plain_s, _MAX_LOST_STEPS * plain_s)
         counts = _highest_rate(rates, lengths, num_requests, base, slope)
         lost_s = loss(counts)
         if lost_s < 0.0:

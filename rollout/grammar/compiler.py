@@ -63,6 +63,9 @@ class GrammarCompiler:
         library.
         """
         found = self._cache.get(grammar)
+        if found is not None and found.is_spent:
+            self._drop(grammar)
+            found = None
         if found is None:
             found = self._builder.build(grammar)
             self._keep(grammar, found)
@@ -78,5 +81,8 @@ class GrammarCompiler:
         self._cache[grammar] = matcher
         self._num_bytes += len(grammar.text)
         while len(self._cache) > self._max_entries or (self._num_bytes > self._max_bytes and len(self._cache) > 1):
-            oldest, _ = self._cache.popitem(last=False)
-            self._num_bytes -= len(oldest.text)
+            self._drop(next(iter(self._cache)))
+
+    def _drop(self, grammar: Grammar) -> None:
+        del self._cache[grammar]
+        self._num_bytes -= len(grammar.text)

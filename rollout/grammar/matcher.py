@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the process of `GrammarGuard` starts sooner without it
 class Matcher:
     """Names the tokens that may come next, and takes the one that came.
 
-    It depends on the grammar and its tokens alone.
+    It depends on the grammar and its tokens alone, until it fails: copies share the library's tables of limited size.
     """
 
     __slots__ = ("_inner", "_vocab_words")
@@ -51,6 +51,13 @@ class Matcher:
     def num_fitting(self, token_ids: Sequence[int]) -> int:
         """Return how many of the tokens it would take next.  It stays in its place, as a copy is asked."""
         return int(self._inner.deep_copy().validate_tokens(list(token_ids)))
+
+    @property
+    def is_spent(self) -> bool:
+        """True if no mask can be made in this place, as the tables that copies share are full."""
+        copy = self.copy()
+        copy._inner.compute_bitmask()
+        return bool(copy._inner.is_error())
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens."""

@@ -82,9 +82,9 @@ class Restriction:
         """Take the next tokens of the output."""
         for token_id in token_ids:
             matcher = None if self._is_over or self._ends_with(token_id) else self._matcher
+            self.num_fed += 1  # first, as this token is in the output, and a failure is about the next one
             if matcher is not None and not matcher.advance(token_id):
                 self._fail(f"the grammar does not take token {token_id}: {matcher.error}")
-            self.num_fed += 1
         if self._num_recent:
             self._recent = [*self._recent, *token_ids][-self._num_recent :]
 

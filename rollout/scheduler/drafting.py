@@ -71,6 +71,7 @@ class Drafting:
         self._note_step(now)
         reqs = plan.decodes.reqs
         if not reqs:
+            self._wait, self._rests = 1, 0  # what the last requests gave tells nothing of the next
             return
         self._last = (plan, len(reqs)), now
         if self._rests > 0:

@@ -99,6 +99,7 @@ _MANY_NUMBERS = ("cuda_graph_bs", "cudagraph_capture_sizes", "numa_node")
 HARMLESS_VALUES = {
     "load_format": {"auto", "safetensors"},
     "disaggregation_mode": {"null"},
+    "speculative_eagle_topk": {"1"},
     "sampling_defaults": {"openai"},
     "generation_config": {"vllm"},
     "override_generation_config": {"{}"},
@@ -281,7 +282,7 @@ def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
             _check_foreign(name, value)
             continue
         if setting in own:
-            both = [other for other in given if names.get(other) == setting]
+            both = [other for other in given if names.get(other) == setting or other == speculative_config.NAME]
             raise StartupError(f"{' and '.join(both)} are the same setting: give only one")
         own[setting] = not value if is_opposite else _own_value(setting, name, value)
     if given.get(EXPERT_PARALLEL):

@@ -41,26 +41,29 @@ def settings_of(given: str | Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     config = _object(given)
     model = config.pop("model", None)
     method = config.pop("method", None) or ("ngram" if model in (None, "ngram", "[ngram]") else "draft_model")
-    kind = _METHODS.get(method)
+    kind = _METHODS.get(method) if isinstance(method, str) else None
     if kind is None:
         raise StartupError(f"--speculative-config: no method {method!r}; there are {', '.join(_METHODS)}")
     found = {"speculative_algorithm": kind}
     if (depth := config.pop("num_speculative_tokens", None)) is not None:
         found[_DEPTH[kind]] = depth
+    if unknown := sorted(map(str, config.keys() - _WITHOUT_EFFECT)):
+        raise StartupError(f"--speculative-config: unknown keys {', '.join(unknown)}")
+    unused = sorted(config)
     if kind == _MODEL:
         if model is None:
             raise StartupError("--speculative-config: the method draft_model needs a model")
         found["speculative_draft_model_path"] = model
-    if unknown := sorted(config.keys() - _WITHOUT_EFFECT):
-        raise StartupError(f"--speculative-config: unknown keys {', '.join(unknown)}")
-    return found, sorted(config)
+    elif model not in (None, method, f"[{method}]"):
+        unused.append("model")  # the text or the served checkpoint drafts
+    return found, unused
 
 
 def _object(given: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
-        config = json.loads(given) if isinstance(given, str) else dict(given)
+        config = json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
         raise StartupError(f"--speculative-config must be JSON: {error}") from None
-    if not isinstance(config, dict):
+    if not isinstance(config, Mapping):
         raise StartupError(f"--speculative-config must be an object, got {given!r}")
-    return config
+    return dict(config)

@@ -242,6 +242,8 @@ def test_each_kind_of_draft_of_vllm_is_one_here(config: dict[str, Any], expected
         ('{"method": "eagle3", "model": "m"}', "no method 'eagle3'; there are ngram, "),
         ('{"method": "ngram", "quantization": "fp8", "colour": 1}', "unknown keys colour, quantization"),
         ('{"method": "draft_model"}', "needs a model"),
+        ('{"method": ["ngram"]}', "no method ['ngram']"),
+        ("5", "must be an object"),
         ("[1]", "must be an object"),
         ("{", "must be JSON"),
         ("", "must be JSON"),
@@ -252,6 +254,18 @@ def test_drafts_of_vllm_that_are_not_here_are_refused_by_name(config: str, reaso
     assert reason in refusal
     with pytest.raises(StartupError, match=re.escape(reason)):
         args_of_call({"model": "m", "speculative_config": config})
+
+
+def test_a_draft_of_vllm_in_a_call_is_judged_like_its_text() -> None:
+    with pytest.raises(StartupError, match="must be an object"):
+        args_of_call({"model": "m", "speculative_config": 5})
+    with pytest.raises(StartupError, match="unknown keys 5"):
+        args_of_call({"model": "m", "speculative_config": {5: 1}})
+    with pytest.raises(StartupError, match="speculative_config and speculative_algorithm are the same setting"):
+        args_of_call({"model": "m", "speculative_config": {"method": "ngram"}, "speculative_algorithm": "NGRAM"})
+    assert speculative_config.settings_of({"method": "mtp", "model": "other"})[1] == ["model"]
+    assert own_words(["m", "--speculative-eagle-topk", "1"]).unused == ["--speculative-eagle-topk"]
+    assert own_words(["m", "--speculative-eagle-topk", "4"]).refused
 
 
 def test_a_call_in_python_takes_the_other_names_too() -> None:

@@ -63,5 +63,6 @@ def test_nothing_is_drafted_before_a_plain_step_was_timed() -> None:
 def test_a_step_that_it_did_not_choose_teaches_nothing_of_a_depth() -> None:
     choice = DepthChoice()
     choice.note_step(1, 3, 0.1)
-    choice.note_step(1, 0, 0.1)
+    for _ in range(3):
+        choice.note_step(1, 0, 0.1)
     assert choice.choose([0.9], [3], 1) == [3]

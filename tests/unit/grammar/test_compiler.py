@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import sys
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 from rollout.core.errors import BadRequest, Unavailable, UnsupportedFeature
 from rollout.core.grammar import Grammar
 from rollout.core.sampling_params import SamplingParams
+from rollout.grammar import library
 from rollout.grammar.compiler import GrammarCompiler
 from rollout.grammar.guard_process import answer_to
 from rollout.grammar.restriction import Restriction
@@ -357,6 +359,31 @@ def test_copies_of_a_matcher_go_on_by_themselves_and_tokens_can_be_taken_back(
         matcher.allowed(others)
         assert (words == others).all()
     assert not second.advance(backend.token_to_id("END")) and second.error
+
+
+def test_requests_that_meet_the_shared_limit_fail_at_their_next_token_and_later_ones_begin_anew(
+    compiler: GrammarCompiler, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of a matcher share the library's table of states, which one request can fill."""
+    monkeypatch.setitem(library._LIMITS, "max_lexer_states", 1000)
+    grammar = Grammar("regex", "[a-h]*[a-d][a-h]{16}z")
+    letters = [backend.token_to_id(letter) for letter in "abcdefgh"]
+    draw = random.Random(0)
+    slow, quick = (restriction_of(compiler, backend, grammar) for _ in range(2))
+    quick.feed([letters[0]])
+    assert set(letters) <= set(allowed_ids(quick))  # the mask of the step in which another request fills the table
+    for _ in range(40_000):
+        allowed_ids(slow)
+        if slow.failure is not None:
+            break
+        slow.feed([draw.choice(letters)])
+    assert slow.failure is not None
+    assert slow.failure[0] == slow.num_fed, "the place of the next token, which nothing samples"
+    for letter in letters * 4:
+        if quick.failure is None:
+            quick.feed([letter])
+    assert quick.failure is not None and quick.failure[0] == quick.num_fed
+    assert set(letters) <= set(allowed_ids(restriction_of(compiler, backend, grammar)))
 
 
 def test_without_the_library_the_refusal_names_the_extra(
