@@ -122,7 +122,7 @@ class WeightCommit:
         else:
             state.relabel(version)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
-        more["draft"] = self._publish_draft(result, state.epoch.weight_version)
+        more["draft"] = self._publish_draft(result, result.weight_version or state.epoch.weight_version)
         reply = self._reply(result, adapters=adapters or UNSET, **more)
         self._note(result, reply, version, state.epoch.weight_epoch, self._updater.holds_steps)
         is_part = result.num_tensors < total and (alone or result.update.counts_tensors)

@@ -23,11 +23,12 @@ class DepthChoice(DraftChoice):
         super().__init__()
         self._lines: dict[int, Line] = {}  # by depth
         self._depth = 0  # of the last choice
-        self._plain = 0  # steps since one drafted
+        self._plain = 0  # steps since one that drafted was timed
 
     def note_step(self, num_requests: int, num_drafted: int, seconds: float) -> None:
         if num_drafted and self._depth:  # 0: this choice did not make the step
             self._lines.setdefault(self._depth, Line()).note(num_requests + num_drafted, seconds)
+            self._plain = 0
         elif not num_drafted:
             self._decoding.note(num_requests, seconds)
 
@@ -44,7 +45,7 @@ class DepthChoice(DraftChoice):
         self._plain += 1
         if best * self._decoding.seconds(num_requests) <= num_requests and self._plain <= _REVISIT:
             return none
-        self._plain, self._depth = 0, max(counts)
+        self._depth = max(counts)  # a step whose time is not known teaches nothing, and the next is tried, too
         return counts
 
     def _parts(self, depth: int) -> tuple[float, float]:

@@ -118,9 +118,12 @@ def draft_token_bytes(draft: LoadedDraft | None) -> int:
 
 def _runner(draft: LoadedDraft, parts: DraftParts) -> DraftRunner:
     kv_pool = KVPool(parts.num_slots, draft.model.kv_layers, draft.dtype, draft.device)
+    if draft.model.needs_hidden:  # some tokens never get their KV, as of a prompt that is only scored
+        for tensor in kv_pool.tensors:
+            tensor.zero_()  # a NaN there would spoil all drafts behind it
     ranks = draft.parallel.tp
     attention = create_attention_backend(parts.attention, kv_pool, parts.kernels_available, ranks)
-    return DraftRunner(draft.model, kv_pool, attention)
+    return DraftRunner(draft.model, kv_pool, attention, ranks)
 
 
 def _most(args: ServerArgs) -> int:

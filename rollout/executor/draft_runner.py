@@ -21,6 +21,7 @@ import torch
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import DecodeRows, ForwardBatch
 from rollout.core.host_copy import to_device
+from rollout.distributed.communicator import Communicator
 from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
 from rollout.executor.recorded_forward import RecordedForward
 from rollout.layers.context import ForwardContext
@@ -75,8 +76,10 @@ class DraftRunner:
     `attention` is over `kv_pool`, which has the same slots as the served model's.
     """
 
-    def __init__(self, model: DraftModel, kv_pool: KVPool, attention: AttentionBackend) -> None:
+    def __init__(self, model: DraftModel, kv_pool: KVPool, attention: AttentionBackend, ranks: Communicator) -> None:
+        """Run `model` on its own KV; `ranks` share the requests, and their drafts."""
         self.model = model
+        self._ranks = ranks
         self.kv_pool = kv_pool
         self._attention = attention
         # what each slot has the KV of: position << 32 | token id.  Another prefix with the same is a worse proposal.
@@ -111,10 +114,10 @@ class DraftRunner:
             if count:
                 batch = _single_rows(drawn[-1][:count], rows_N[:count], positions_N[:count] + depth, pool)
                 hidden_ND = self._forward(batch, hidden_ND[:count])
-        _enter(proposed, drawn)
+        _enter(proposed, drawn, self._ranks)
         for span, ids in zip(spans, proposed, strict=True):
             if ids:
-                self.note(pool, span.pool_index, span.end, ids[:-1])
+                self.note(pool, span.pool_index, span.end - 1, [span.token_ids[-1], *ids[:-1]])
         return proposed
 
     def note(self, pool: ReqToTokenPool, row: int, start: int, token_ids: Sequence[int]) -> None:
@@ -135,9 +138,12 @@ class DraftRunner:
         return self.model(batch, context, hidden_TD if self.model.needs_hidden else None)
 
 
-def _enter(proposed: list[list[int]], drawn: Sequence[torch.Tensor]) -> None:
-    """Append the ids of all depths to the proposals, in one transfer to the host."""
-    ids = iter(torch.cat(list(drawn)).tolist())
+def _enter(proposed: list[list[int]], drawn: Sequence[torch.Tensor], ranks: Communicator) -> None:
+    """Append the ids of all depths to the proposals, in one transfer to the host.
+
+    All ranks take the first one's, as a refresh that failed may have left other weights of the draft on each of them.
+    """
+    ids = iter(ranks.broadcast(torch.cat(list(drawn))).tolist())
     for tokens_N in drawn:
         for own in proposed[: tokens_N.shape[0]]:
             own.append(next(ids))

@@ -93,7 +93,7 @@ class ModelDrafting(Drafting):
         reqs = plan.decodes.reqs
         work = self._work(reqs, self._chosen(plan, cache), cache)
         self._kept = {}
-        if reqs and sum(len(item.span.token_ids) for item in work) <= len(reqs) * (1 + self._most):
+        if reqs and all(len(item.span.token_ids) <= 1 + self._most for item in work):
             self._last = (plan, len(reqs)), now  # else its time is also that of a prompt
         if not work:
             return

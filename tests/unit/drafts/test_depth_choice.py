@@ -66,3 +66,15 @@ def test_a_step_that_it_did_not_choose_teaches_nothing_of_a_depth() -> None:
     for _ in range(3):
         choice.note_step(1, 0, 0.1)
     assert choice.choose([0.9], [3], 1) == [3]
+
+
+def test_a_depth_that_was_slow_once_is_tried_until_its_time_is_known() -> None:
+    """A step in which the draft catches up with the tokens of plain steps is not timed, and teaches nothing."""
+    choice = DepthChoice()
+    for _ in range(4):
+        choice.note_step(1, 0, 0.01)
+    depth = choice.choose([0.99], [3], 1)[0]
+    choice.note_step(1, depth, 0.3)
+    while not choice.choose([0.99], [3], 1)[0]:
+        choice.note_step(1, 0, 0.01)
+    assert choice.choose([0.99], [3], 1)[0], "the time of the step before is not known"

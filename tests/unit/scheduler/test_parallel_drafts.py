@@ -93,6 +93,21 @@ def test_ranks_with_a_draft_model_give_and_count_what_plain_ones_do(
             assert tally.num_drafted > 50 and (draft != folder or tally.num_kept > 0.98 * tally.num_drafted)
 
 
+def test_ranks_whose_drafts_differ_verify_the_tokens_of_the_first(folder: Path, plain: Any, tmp_path: Path) -> None:
+    """A refresh of the draft that failed in the middle may leave other weights on each rank."""
+    want, _ = plain
+    small = tiny_checkpoint(tmp_path / "tied", "moe", seed=5)
+    settings = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(small)}
+    with ParallelHarness(folder, **settings, **LAYOUTS["tp2 ep2"]) as harness:
+        for scheduler in harness.schedulers:
+            scheduler._steps._drafting._choice = None
+        harness.schedulers[1]._steps._drafting.runner.model.model.model.norm.weight.normal_()
+        got = harness.generate(PROMPTS, PARAMS)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-10)
+
+
 def test_a_recorder_that_stops_has_every_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is finished before the next message, also where steps may overlap."""
     overlap(monkeypatch)
