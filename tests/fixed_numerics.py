@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from rollout.attention.fixed_splits import FixedSplitsBackend
 from rollout.attention.registry import ATTENTION_BACKENDS
-from rollout.engine import build
+from rollout.engine import build, load_kernels
 from rollout.kernels.build import KernelStatus
 from rollout.kernels.ops import Ops
 from rollout.memory.kv_pool import KVPool
@@ -69,6 +69,6 @@ def fixed_numerics() -> Iterator[pytest.MonkeyPatch]:
         for module in (build, logprobs):
             patch.setattr(module, "select_sampler", lambda *_, **__: InvariantGpuSampler(MASK_LIMIT))
         patch.setattr(build, "RecordedForward", lambda model: None)  # it records torch's operators
-        for owner in (build, checks):
+        for owner in (load_kernels, checks):
             patch.setattr(owner, "load_kernels", lambda *_: KernelStatus(available=True))
         yield patch

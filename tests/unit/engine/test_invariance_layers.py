@@ -63,7 +63,7 @@ def _computations(model: DecoderForCausalLM, dtype: torch.dtype) -> dict[str, Ro
         """Attend from each row at position 0 of a sequence of its own."""
         num_rows = len(rows)
         pool = KVPool(num_rows, model.kv_layers[:1], dtype)
-        (rotary,) = model.model._rotary.values()
+        (rotary,) = model.model.rotary_tables.values()
         attention, angles = NativeCpuBackend(pool), rotary.angles(positions_N[rows])
         numbers, ones = torch.arange(num_rows), torch.ones(num_rows, dtype=torch.int64)
         attention.operands = PagedOperands(numbers[:, None], numbers, ones, ones)

@@ -11,7 +11,7 @@ import torch
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.messages.io_struct import GetStateReqInput
 from rollout.core.specs.layer_specs import FullKV
-from rollout.engine import build
+from rollout.engine import build, load_kernels
 from rollout.engine.deterministic import batch_invariance
 from rollout.kernels.build import KernelStatus
 from rollout.kernels.ops import plain_ops
@@ -73,12 +73,12 @@ def test_heads_that_the_attention_operator_does_not_take(tmp_path: Path) -> None
 
 
 def test_a_missing_compiler_is_the_reason_for_no_invariance(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "load_kernels", lambda *_: KernelStatus(False, "no C++ compiler found: g++"))
+    monkeypatch.setattr(load_kernels, "load_kernels", lambda *_: KernelStatus(False, "no C++ compiler found: g++"))
     assert facts(folder) == (False, "layers and attention and sampling on plain torch: no C++ compiler found: g++")
 
 
 def test_a_device_without_operators_is_the_reason_for_no_invariance() -> None:
-    status = build._load_kernels(ServerArgs(), torch.device("mps"))
+    status = load_kernels.load_kernels_of(ServerArgs(), torch.device("mps"))
     assert batch_invariance({"layers": False}, status.reason, POOL) == {
         "batch_invariant": False,
         "batch_invariance_note": "layers on plain torch: no compiled operators for device mps",
@@ -97,9 +97,9 @@ def test_a_line_says_what_a_gpu_runs(
     settings: dict[str, Any], status: KernelStatus, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(build, "load_gpu_kernels", lambda: status)
-    monkeypatch.setattr(build, "say", lambda words, *_: said.append(words))
-    found = build._load_kernels(ServerArgs(device="cuda", **settings), torch.device("cuda"))
+    monkeypatch.setattr(load_kernels, "load_gpu_kernels", lambda: status)
+    monkeypatch.setattr(load_kernels, "say", lambda words, *_: said.append(words))
+    found = load_kernels.load_kernels_of(ServerArgs(device="cuda", **settings), torch.device("cuda"))
     assert found.available == (status.available and not settings)
     assert len(said) == bool(line) and all(words.startswith(line) for words in said)
 
@@ -107,10 +107,10 @@ def test_a_line_says_what_a_gpu_runs(
 def test_a_server_without_compiled_operators_warns_at_each_start_n8(monkeypatch: pytest.MonkeyPatch) -> None:
     """N8: only one quiet line warned, and the server was slow and not batch invariant."""
     said: list[str] = []
-    monkeypatch.setattr(build, "load_kernels", lambda *_: KernelStatus(False, "no C++ compiler found"))
-    monkeypatch.setattr(build, "say", lambda words, *_: said.append(words))
+    monkeypatch.setattr(load_kernels, "load_kernels", lambda *_: KernelStatus(False, "no C++ compiler found"))
+    monkeypatch.setattr(load_kernels, "say", lambda words, *_: said.append(words))
     for _ in range(2):
-        build._load_kernels(ServerArgs(), torch.device("cpu"))
+        load_kernels.load_kernels_of(ServerArgs(), torch.device("cpu"))
     assert len(said) == 2 and said[0].startswith("running on plain torch")
     assert "not batch invariant: no C++ compiler found. Run `lockstep build-kernels`" in said[0]
 

@@ -11,7 +11,7 @@ import torch
 
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.engine.build import _load_kernels
+from rollout.engine.load_kernels import load_kernels_of
 from rollout.kernels import isa
 from rollout.kernels.build import build_kernels, load_kernels
 
@@ -70,7 +70,7 @@ def test_pairs_are_multiplied_where_they_are_fast(
 
 def test_a_server_refuses_a_set_that_it_cannot_have() -> None:
     with pytest.raises(StartupError, match="--cpu-isa sse9: no instruction set"):
-        _load_kernels(ServerArgs(cpu_isa="sse9"), torch.device("cpu"))
+        load_kernels_of(ServerArgs(cpu_isa="sse9"), torch.device("cpu"))
 
 
 def test_a_process_has_one_set() -> None:

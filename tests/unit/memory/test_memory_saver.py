@@ -124,7 +124,7 @@ def test_the_weights_are_all_that_a_refresh_writes(tmp_path: Path, kind: str) ->
 
 
 def _angles(model: DecoderForCausalLM) -> torch.Tensor:
-    return torch.cat([table.angles(torch.arange(512)) for table in model.model._rotary.values()])
+    return torch.cat([table.angles(torch.arange(512)) for table in model.model.rotary_tables.values()])
 
 
 def _bits(model: Layer) -> list[bytes]:
