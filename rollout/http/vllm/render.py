@@ -219,8 +219,10 @@ class GeneratedText:
     """The text of generated tokens, cut and shown as the request of them asks."""
 
     def __init__(self, manager: TokenizerManager, wanted: GenerateReqInput) -> None:
+        """Take the request of the tokens.  Raises `BadRequest` for stop strings that no request may have."""
         assert isinstance(wanted.sampling_params, dict)
         params, _ = sampling_params_from_dict(wanted.sampling_params)
+        params.validate_lists(manager.limits.vocab_size)
         tokenizer = manager.tokenizer
         kept_ids = tokenizer.vocabulary.ids_of(wanted.kept_special_tokens)
         self._vocab_size = manager.limits.vocab_size

@@ -149,6 +149,14 @@ def test_without_the_request_the_text_is_plain(live: Live) -> None:
             "stream_state must be the one of the chunk before",
         ),
         ({"generate_response": {"choices": [{"token_ids": [1]}]}, "chat_request": {"messages": 3}}, 400, "messages"),
+        (
+            {
+                "generate_response": {"choices": [{"token_ids": [1]}]},
+                "chat_request": {"messages": [{"role": "user", "content": "a"}], "stop": ["END", ""]},
+            },
+            400,
+            "a stop string must have 1 to",
+        ),
     ],
 )
 def test_what_cannot_be_derendered_is_refused(live: Live, body: dict[str, Any], status: int, text: str) -> None:
