@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,8 @@ def load_draft(
     path = args.speculative_draft_model_path
     if path is None:
         return None
+    if not Path(path).is_dir():
+        raise StartupError(f"--speculative-draft-model-path {path} is not a folder")
     draft = load_model_config(path)
     _check(draft, served.config, args)
     try:
