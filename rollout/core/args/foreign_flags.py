@@ -114,7 +114,6 @@ HARMLESS_VALUES = {
 _QUANTISATION = (
     "--quantization holds weights in 8 or 4 bits on CUDA, --cpu-weight-format and --cpu-linear-format on a CPU"
 )
-_CHAINS = "a draft is one chain of tokens, not a tree"
 _REVISION = "a model is a folder; `hf download NAME --revision REVISION --local-dir DIR` writes one"
 _DEFAULTS = "defaults of generation_config.json are not applied; send sampling parameters with each request"
 _TEXT_ONLY = "the server reads text, and architectures in config.json name the head"
@@ -130,7 +129,7 @@ REFUSED = {
     "override_generation_config": _DEFAULTS,
     "sampling_defaults": _DEFAULTS,
     "preferred_sampling_params": _DEFAULTS,
-    "speculative_eagle_topk": _CHAINS,
+    "speculative_eagle_topk": "a draft is one chain of tokens, not a tree",
     "load_format": "weights are read from the safetensors files of the folder",
     "revision": _REVISION,
     "code_revision": _REVISION,
