@@ -60,10 +60,14 @@ class GrammarGuard:
     def start(self) -> None:
         """Start the process, if it does not run, so that the first grammar need not wait for it.
 
-        Raises `Unavailable`.
+        Raises `Unavailable` if it does not start, unless `close` ended it meanwhile.
         """
         with self._lock:
-            self._running()
+            try:
+                self._running()
+            except Unavailable:
+                if not self._is_closed:
+                    raise
 
     def close(self) -> None:
         """End the process, also one that is starting in another thread."""

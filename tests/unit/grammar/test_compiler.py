@@ -295,6 +295,27 @@ def test_the_process_outlives_a_grammar_that_uses_up_its_time(compiler: GrammarC
     assert process is not None and compiler._guard._process is process
 
 
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "killed"])
+def test_a_start_that_is_cut_fails_unless_the_compiler_closed_meanwhile(
+    compiler: GrammarCompiler, is_closed: bool
+) -> None:
+    vocabulary = compiler._builder._vocabulary
+
+    def cut() -> GrammarVocabulary:
+        process = starting._guard._process
+        assert process is not None
+        starting.close() if is_closed else process.kill()
+        return vocabulary
+
+    starting = GrammarCompiler(cut)
+    if is_closed:
+        starting.start()
+    else:
+        with pytest.raises(Unavailable, match="does not start"):
+            starting.start()
+    assert starting._guard._process is None
+
+
 class _Builder:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
