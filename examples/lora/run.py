@@ -84,7 +84,7 @@ def _supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, shown: S
 def _real(folder: Path, seed: int, plan: Plan, shown: Shown) -> tuple[Path, Any, dict[str, Course]]:
     shown.doing("loading the model")
     courses: dict[str, Course] = {kind: Words(kind, seed) for kind in ("add", "subtract")}
-    return CHECKPOINT, _loaded(CHECKPOINT, torch.bfloat16), courses
+    return CHECKPOINT, _loaded(CHECKPOINT, torch.float32), courses
 
 
 SETTINGS = {
