@@ -5,8 +5,7 @@
 A draft costs forwards, so the policy decides first.  A request's first draft computes its prompt: at most as many
 tokens a step as a step may have.  A request that is not yet caught up gets no draft.
 
-The draft picks tokens with the served sampler, with the request's own seed and the position of its token: where both
-distributions are alike, the same random number mostly gives the same token.
+`ProposalSampler` picks the tokens of a draft.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ from rollout.core.sampling_params import SamplingParams
 from rollout.drafts.base import NO_DRAFT, Draft
 from rollout.drafts.costs import DraftChoice
 from rollout.executor.draft_runner import DraftRunner, DraftSpan, Pick
+from rollout.grammar.restriction import Restriction
 from rollout.memory.cache_manager import CacheManager
 from rollout.sampling.base import Sampler
-from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
+from rollout.sampling.batch_info import SamplingRow
 from rollout.scheduler.drafting import Drafting
 from rollout.scheduler.policy import StepPlan
+from rollout.scheduler.proposal_sampler import ProposalSampler
 from rollout.scheduler.req import Req
 from rollout.scheduler.verify import VerifiedRows
 
@@ -124,13 +125,10 @@ class ModelDrafting(Drafting):
         self._kept.pop(req, None)
 
     def _chosen(self, plan: StepPlan, cache: CacheManager) -> list[int]:
-        """Return how many tokens of each request of the decode batch the draft should propose.
-
-        A request with a restriction gets none: a proposal that it forbids would leave slots that no row fills.
-        """
+        """Return how many tokens of each request of the decode batch the draft should propose."""
         reqs = plan.decodes.reqs
         chosen = [0] * len(reqs)
-        tried = [row for row, req in enumerate(reqs) if self._state_of(req).is_drafted and req.restriction is None]
+        tried = [row for row, req in enumerate(reqs) if self._state_of(req).is_drafted]
         lengths = [max(self._longest_draft(reqs[row]), 0) for row in tried]
         if any(lengths):
             offers = [(0, self._states[reqs[row]]) for row in tried]
@@ -187,16 +185,9 @@ class ModelDrafting(Drafting):
     def _pick(self, reqs: Sequence[Req], device: torch.device) -> Pick:
         """Return the function that picks the tokens of `reqs`, which get proposals in this order."""
         rows = [self._reaches[req].row for req in reqs]
-        positions_N = torch.tensor([len(req.output_ids) for req in reqs])
-        infos: dict[int, SamplingBatchInfo] = {}
-
-        def pick(logits_NV: torch.Tensor, depth: int) -> torch.Tensor:
-            count = logits_NV.shape[0]
-            if count not in infos:
-                infos[count] = SamplingBatchInfo(rows[:count], self._vocab_size, device)
-            return self._sampler.sample(logits_NV, infos[count], positions_N[:count] + depth).token_ids
-
-        return pick
+        positions_N = torch.tensor([len(req.output_ids) for req in reqs], dtype=torch.int64)
+        places = [_place_of(req) for req in reqs]
+        return ProposalSampler(self._sampler, rows, places, positions_N, self._vocab_size, device)
 
 
 def _place(plan: StepPlan, drafted: Sequence[_Work], cache: CacheManager) -> None:
@@ -222,4 +213,13 @@ def _row_of(req: Req) -> SamplingRow:
         min_p=params.min_p,
         logit_bias=params.logit_bias,
     )
-    return SamplingRow(chosen, req.sampling_row.seed, (), (), [], wants_logprob=False)
+    is_restricted = req.restriction is not None
+    return SamplingRow(chosen, req.sampling_row.seed, (), (), [], wants_logprob=False, is_restricted=is_restricted)
+
+
+def _place_of(req: Req) -> Restriction | None:
+    """Return a copy of a request's restriction after all its tokens."""
+    if req.restriction is None:
+        return None
+    req.restriction.follow(req.output_ids)
+    return req.restriction.copy()

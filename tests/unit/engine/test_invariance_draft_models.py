@@ -17,14 +17,16 @@ import torch
 from examples.make_checkpoint.run import make_checkpoint
 from rollout.core.errors import StartupError
 from rollout.scheduler.model_drafting import ModelDrafting
+from rollout.scheduler.proposal_sampler import ProposalSampler
 from rollout.scheduler.verify import VerifiedRows
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint, published_config
 from tests.invariance import Ask, Server, any_differs, assert_same
 from tests.kernels import native_ops
 from tests.model_zoo import tiny_checkpoint, tiny_spec
 from tests.scheduler_harness import Harness
-from tests.unit.engine.test_invariance_drafts import VOCABULARY, _ask_all
+from tests.unit.engine.test_invariance_drafts import VOCABULARY, _ask_all, _ask_restricted
 from tests.unit.engine.test_invariance_engine import asks
+from tests.unit.scheduler.test_restricted_requests import facts
 
 ODD_SIZES = "odd sizes"
 RECURRENT = ("qwen3_next", "qwen3_5")
@@ -99,6 +101,55 @@ def test_every_field_of_a_request_keeps_its_meaning(folder: Path, other: Path) -
         assert ours.finished.reason == theirs.finished.reason and ours.mask == theirs.mask
         assert ours.top == theirs.top and ours.chosen == theirs.chosen
         assert np.array_equal(ours.routes, theirs.routes)
+
+
+RESTRICTED = (0, 1, 3, 5, 7)
+"""Requests of `_ask_restricted` with a regex, a schema, and lists; without penalties, which a draft does not count."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_grammars_and_lists_give_the_plain_tokens_and_masks(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft is kept as without a grammar.  One that does not follow its own tokens is kept less, and as right."""
+    folder = make_checkpoint(tmp_path / "m", tiny_spec(seed=1))
+    settings = {"dtype": dtype, "chunked_prefill_size": 32, "weight_version": "v0"}
+    want = _ask_restricted(Harness(folder, **settings))
+    assert want[8].finished.reason.type == "abort" and len(want[8].token_ids) > 1
+    settings |= {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+    shares = []
+    for follows in (True, False):
+        if not follows:
+            monkeypatch.setattr(ProposalSampler, "_feed", lambda self, token_ids: None)
+        harness = Harness(folder, **settings)
+        drafting_of(harness)
+        got = _ask_restricted(harness)
+        assert [facts(got[i]) for i in want] == [facts(want[i]) for i in want]
+        tallies = [got[i].finished.drafts for i in RESTRICTED]
+        assert all(tally is not None and tally.num_kept > 0 for tally in tallies)
+        shares.append(sum(tally.num_kept for tally in tallies) / sum(tally.num_drafted for tally in tallies))
+    assert shares[0] > (0.9 if dtype == "float32" else 0.5) and shares[0] > shares[1] + 0.1, shares
+
+
+def test_another_models_drafts_stay_within_grammars_and_lists(
+    tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept where the grammar leaves few tokens.  Without sets of allowed tokens hardly any is."""
+    folder = make_checkpoint(tmp_path / "m", tiny_spec(seed=1))
+    settings = {"dtype": "float32", "max_total_tokens": 112, "max_running_requests": 6, "chunked_prefill_size": 32}
+    want = _ask_restricted(Harness(folder, **settings))
+    settings |= {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(other)}
+    kept = []
+    for restricts in (True, False):
+        if not restricts:
+            monkeypatch.setattr(ProposalSampler, "_restrict", lambda self, count: None)
+        harness = Harness(folder, **settings)
+        drafting_of(harness)
+        got = _ask_restricted(harness)
+        assert sum(result.finished.num_retractions for result in got.values()) > 0
+        assert [facts(got[i]) for i in want] == [facts(want[i]) for i in want]
+        kept.append(sum(got[i].finished.drafts.num_kept for i in RESTRICTED))
+    assert kept[0] > 2 * kept[1], kept
 
 
 def test_samples_of_one_prompt_share_its_kv_in_the_draft(folder: Path) -> None:

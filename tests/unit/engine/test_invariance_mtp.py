@@ -14,13 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from examples.make_checkpoint.tokenizer import save_tokenizer, train_tokenizer
 from rollout.core.errors import StartupError
 from rollout.scheduler.model_drafting import ModelDrafting
 from tests.family_zoo import family_checkpoint
 from tests.invariance import Ask, Facts, Server, any_differs, assert_same
 from tests.kernels import native_ops
 from tests.mtp_zoo import MTP_FAMILIES, mtp_checkpoint
+from tests.scheduler_harness import Harness
+from tests.unit.engine.test_invariance_drafts import VOCABULARY, _ask_restricted
 from tests.unit.engine.test_invariance_engine import asks
+from tests.unit.scheduler.test_restricted_requests import facts
 
 OFTEN = ("deepseek_v3", "glm4_moe", "qwen3_next")
 FAMILIES = [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.full]) for name in MTP_FAMILIES]
@@ -90,6 +94,22 @@ def test_every_depth_and_the_name_of_sglang(folder: Path) -> None:
         tell(drafting, requests, plain)
         assert_same(server.together(requests), plain)
         assert 0 < drafting.counts.num_kept < drafting.counts.num_drafted
+
+
+@pytest.mark.parametrize("folder", ["glm4_moe"], indirect=True)
+def test_grammars_and_lists_give_the_plain_tokens_and_masks(folder: Path) -> None:
+    """The layer is mostly wrong, but right where a grammar leaves one token."""
+    save_tokenizer(train_tokenizer(VOCABULARY), folder, 256)
+    settings = {"dtype": "float32", "chunked_prefill_size": 32, "weight_version": "v0"}
+    want = _ask_restricted(Harness(folder, **settings))
+    harness = Harness(folder, speculative_algorithm="NEXTN", **settings)
+    drafting = harness.scheduler._steps._drafting
+    assert isinstance(drafting, ModelDrafting)
+    drafting._choice = None
+    got = _ask_restricted(harness)
+    assert [facts(got[i]) for i in want] == [facts(want[i]) for i in want]
+    tallies = [got[i].finished.drafts for i in (0, 1, 3, 5, 7)]
+    assert all(tallies) and sum(tally.num_kept for tally in tallies if tally is not None) > 10, tallies
 
 
 @pytest.mark.parametrize("folder", ["glm4_moe"], indirect=True)
