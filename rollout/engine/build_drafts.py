@@ -70,6 +70,7 @@ def load_draft(
 ) -> LoadedDraft | None:
     """Load the model that drafts for the served one; None if there is none.
 
+    A model with a checkpoint of its own may have other experts than `backend` was made for: its tokens go to all ranks.
     Raises `StartupError` for a model that cannot draft for it.
     """
     dtype, parallel = served.dtype, served.parallel
@@ -88,7 +89,7 @@ def load_draft(
         placement = ExpertPlacement(location, device, parallel.position.ep_rank, parallel.layout.ep_size)
     except EplbError as error:
         raise StartupError(f"--speculative-draft-model-path: --ep-size does not fit: {error}") from None
-    model = load_model(path, draft, dtype, device, placement, ops, None, parallel, backend)
+    model = load_model(path, draft, dtype, device, placement, ops, None, parallel)
     is_alone = parallel.layout.world_size == 1
     recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
     return LoadedDraft(StandaloneDraft(model, recorded), model.weights, dtype, device, parallel, draft)
@@ -102,7 +103,7 @@ def build_drafting(
         return None
     step_tokens = args.step_prompt_tokens if args.step_prompt_tokens > 0 else MAX_PREFILL_TOKENS
     if draft is not None:
-        runner = _runner(draft, parts)
+        runner = _runner(draft, parts, _most(args))
         return ModelDrafting(runner, parts.sampler, DepthChoice(), config.vocab_size, _most(args), step_tokens)
     drafter = NgramDrafter(history_tokens=args.speculative_ngram_capacity)
     return Drafting(drafter, DraftChoice(), config.vocab_size, _most(args), step_tokens)
@@ -119,14 +120,13 @@ def draft_token_bytes(draft: LoadedDraft | None) -> int:
     return 0 if draft is None else draft.token_bytes
 
 
-def _runner(draft: LoadedDraft, parts: DraftParts) -> DraftRunner:
+def _runner(draft: LoadedDraft, parts: DraftParts, most: int) -> DraftRunner:
     kv_pool = KVPool(parts.num_slots, draft.model.kv_layers, draft.dtype, draft.device)
     if draft.model.needs_hidden:  # some tokens never get their KV, as of a prompt that is only scored
         for tensor in kv_pool.tensors:
             tensor.zero_()  # a NaN there would spoil all drafts behind it
-    ranks = draft.parallel.tp
-    attention = create_attention_backend(parts.attention, kv_pool, parts.kernels_available, ranks)
-    return DraftRunner(draft.model, kv_pool, attention, ranks)
+    attention = create_attention_backend(parts.attention, kv_pool, parts.kernels_available, draft.parallel.tp)
+    return DraftRunner(draft.model, kv_pool, attention, draft.parallel, most)
 
 
 def _most(args: ServerArgs) -> int:
@@ -147,10 +147,6 @@ def _check(draft: ModelConfig, config: ModelConfig, args: ServerArgs) -> None:
         raise StartupError(
             f"--speculative-draft-model-path: {name} has {draft.max_position_embeddings} positions, "
             f"but a context has {longest}: lower --context-length"
-        )
-    if draft.is_moe and args.moe_a2a_backend != "none":
-        raise StartupError(
-            f"--speculative-draft-model-path: {name} has experts, which a draft does not send by --moe-a2a-backend"
         )
     if any(isinstance(layer.attention, GatedDeltaSpec) for layer in draft.layers):
         raise StartupError(

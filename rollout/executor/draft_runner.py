@@ -7,6 +7,10 @@
 A slot holds the KV of its token in both pools.  So a prefix that the served model shares is shared here, too.  Old or
 missing KV makes worse proposals, and changes nothing else: the served model verifies them.
 
+With attention DP each group of ranks has requests of its own.  A draft without experts exchanges nothing between them.
+The experts of a draft are spread over all ranks.  Then the groups tell each other how many tokens they bring to each
+forward, and all run the forwards to which any of them brings some.
+
 Shapes: T rows of a forward, D hidden, N sequences that get proposals, V vocabulary.
 """
 
@@ -22,6 +26,7 @@ from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import DecodeRows, ForwardBatch
 from rollout.core.host_copy import to_device
 from rollout.distributed.communicator import Communicator
+from rollout.distributed.parallel import Parallel
 from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
 from rollout.executor.recorded_forward import RecordedForward
 from rollout.layers.context import ForwardContext
@@ -43,6 +48,7 @@ class StandaloneDraft:
     def __init__(self, model: DecoderForCausalLM, recorded: RecordedForward | None) -> None:
         self.model = model
         self.kv_layers = model.kv_layers
+        self.has_experts = model.config.is_moe
         self._recorded = recorded
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext, hidden_TD: torch.Tensor | None) -> torch.Tensor:
@@ -71,15 +77,22 @@ class DraftSpan(NamedTuple):
 
 
 class DraftRunner:
-    """Owns the KV of a draft, and runs it.  Called in inference mode, on all ranks with the same arguments.
+    """Owns the KV of a draft, and runs it.
 
-    `attention` is over `kv_pool`, which has the same slots as the served model's.
+    Called in inference mode, on all ranks that share requests with the same arguments.  `attention` is over `kv_pool`,
+    which has the same slots as the served model's.  With `meets_groups` all groups of ranks call `propose` in each
+    turn, also without spans.
     """
 
-    def __init__(self, model: DraftModel, kv_pool: KVPool, attention: AttentionBackend, ranks: Communicator) -> None:
-        """Run `model` on its own KV; `ranks` share the requests, and their drafts."""
+    def __init__(
+        self, model: DraftModel, kv_pool: KVPool, attention: AttentionBackend, parallel: Parallel, most: int
+    ) -> None:
+        """Run `model` on its own KV, to propose up to `most` tokens of a sequence at once."""
         self.model = model
-        self._ranks = ranks
+        self.meets_groups = model.has_experts and parallel.attn_dp.size > 1
+        self._ranks = parallel.attn_tp
+        self._groups = parallel.attn_dp
+        self._most = most
         self.kv_pool = kv_pool
         self._attention = attention
         # what each slot has the KV of: position << 32 | token id.  Another prefix with the same is a worse proposal.
@@ -95,44 +108,58 @@ class DraftRunner:
     ) -> list[list[int]]:
         """Compute all spans in one forward, and propose `counts[i]` tokens after span i, with a forward for each depth.
 
-        The counts do not grow from span to span.  `pool` has slots for the rows of the spans, and behind
-        each span one for every proposed token but the last.
+        The counts do not grow from span to span, and none is above `most`.  `pool` has slots for the rows of the
+        spans, and behind each span one for every proposed token but the last.
         """
-        hidden_TD = self._run_spans(spans, pool)
+        forwards = self._tokens_of_forwards(spans, counts)
         proposed: list[list[int]] = [[] for _ in spans]
-        count = sum(count > 0 for count in counts)
-        if not count:
+        if not forwards:
             return proposed
-        ends = torch.tensor([len(span.token_ids) for span in spans]).cumsum(0) - 1
-        hidden_ND = hidden_TD[to_device(ends[:count], hidden_TD.device)]
-        rows_N = torch.tensor([span.pool_index for span in spans])
-        positions_N = torch.tensor([span.end for span in spans])
+        hidden_ND = self._run_spans(spans, pool, forwards[0])
+        count = sum(count > 0 for count in counts)
+        ends = torch.tensor([len(span.token_ids) for span in spans], dtype=torch.int64).cumsum(0) - 1
+        hidden_ND = hidden_ND[to_device(ends[:count], hidden_ND.device)]
+        rows_N = torch.tensor([span.pool_index for span in spans], dtype=torch.int64)
+        positions_N = torch.tensor([span.end for span in spans], dtype=torch.int64)
         drawn: list[torch.Tensor] = []
-        for depth in range(counts[0]):
-            drawn.append(pick(self.model.compute_logits(hidden_ND), depth))
-            count = sum(wanted > depth + 1 for wanted in counts)
+        newest_N = torch.empty(0, dtype=torch.int64, device=pool.device)
+        for depth in range(len(forwards)):
             if count:
-                batch = _single_rows(drawn[-1][:count], rows_N[:count], positions_N[:count] + depth, pool)
-                hidden_ND = self._forward(batch, hidden_ND[:count])
-        _enter(proposed, drawn, self._ranks)
+                newest_N = pick(self.model.compute_logits(hidden_ND), depth)
+                drawn.append(newest_N)
+            count = sum(wanted > depth + 1 for wanted in counts)
+            if depth + 1 < len(forwards):
+                batch = _single_rows(newest_N[:count], rows_N[:count], positions_N[:count] + depth, pool)
+                hidden_ND = self._forward(batch, hidden_ND[:count], forwards[depth + 1])
+        if drawn:
+            _enter(proposed, drawn, self._ranks)
         for span, ids in zip(spans, proposed, strict=True):
             if ids:
                 self.note(pool, span.pool_index, span.end - 1, [span.token_ids[-1], *ids[:-1]])
         return proposed
+
+    def _tokens_of_forwards(self, spans: Sequence[DraftSpan], counts: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each forward that is run: of each group where the groups meet, else this one's alone."""
+        mine = [sum(len(span.token_ids) for span in spans)]
+        mine += [sum(wanted > depth for wanted in counts) for depth in range(1, self._most)]
+        told = self._groups.gather_ints(mine) if self.meets_groups else [mine]
+        return [list(tokens) for tokens in zip(*told, strict=True) if any(tokens)]
 
     def note(self, pool: ReqToTokenPool, row: int, start: int, token_ids: Sequence[int]) -> None:
         """Note the tokens of the positions `start ..` of a row, whose KV is written by now or by the next call."""
         slots = pool.host_table[row, start : start + len(token_ids)].numpy()
         self._content[slots] = _content(start, np.array(token_ids, dtype=np.int64))
 
-    def _run_spans(self, spans: Sequence[DraftSpan], pool: ReqToTokenPool) -> torch.Tensor:
+    def _run_spans(self, spans: Sequence[DraftSpan], pool: ReqToTokenPool, tokens: list[int]) -> torch.Tensor:
         nothing = torch.empty(0, dtype=torch.int64)
         extends = [ExtendInput(span.token_ids, span.pool_index, span.start, 1) for span in spans]
         batch = build_forward_batch(extends, DecodeInput(nothing, nothing, nothing, nothing), nothing, pool)
         hidden = [span.hidden_TD for span in spans if span.hidden_TD is not None]
-        return self._forward(batch, torch.cat(hidden) if hidden else None)
+        return self._forward(batch, torch.cat(hidden) if hidden else None, tokens)
 
-    def _forward(self, batch: ForwardBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+    def _forward(self, batch: ForwardBatch, hidden_TD: torch.Tensor | None, tokens: list[int]) -> torch.Tensor:
+        if self.meets_groups:
+            batch.global_num_tokens = tokens
         self._attention.plan(batch)
         context = ForwardContext(batch, self._attention)
         return self.model(batch, context, hidden_TD if self.model.needs_hidden else None)

@@ -66,6 +66,7 @@ class MtpHead(Layer):
                 "choose another --speculative-algorithm"
             )
         self.spec = spec
+        self.has_experts = isinstance(spec.layer.mlp, MoESpec)
         build, backend = Build(ops, model.dtype, device, parallel), moe_backend or MoeBackend()
         placement = _placement(spec, device, parallel, backend)
         self.dispatcher = dispatcher_of(config, placement, backend, build)
@@ -94,13 +95,15 @@ class MtpHead(Layer):
     def __call__(self, batch: ForwardBatch, context: ForwardContext, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """Return hidden states [T, D] for the logits of each row, and for the next row of its sequence.
 
-        `batch` has the next token of each position; `hidden` [T, D] is of the positions.  `context` has the KV of this
-        layer alone.
+        `batch` has the next token of each position; `hidden` [T, D] is of the positions, None where there are none.
+        `context` has the KV of this layer alone.
         """
-        assert hidden_TD is not None, "the head reads the model's hidden states"
         plan_exchange(self.dispatcher, self._layout, batch)
         angles = None if self._rotary is None else self._rotary.angles(batch.positions)
         embedded_TD = self._embedding_norm(self._served.embedding(batch.input_ids), None)
+        if hidden_TD is None:
+            assert not batch.num_tokens, "the head reads the model's hidden states"
+            hidden_TD = embedded_TD  # as empty
         both_T2D = torch.cat((embedded_TD, self._hidden_norm(hidden_TD, None)), dim=1)
         residual_TD = self._projection(both_T2D)
         return self._final_norm(residual_TD, self._layer(residual_TD, None, angles, context))

@@ -5,7 +5,8 @@
 A draft costs forwards, so the policy decides first.  A request's first draft computes its prompt: at most as many
 tokens a step as a step may have.  A request that is not yet caught up gets no draft.
 
-`ProposalSampler` picks the tokens of a draft.
+`ProposalSampler` picks the tokens of a draft.  Groups of ranks that have requests of their own draft each as deep as
+they choose, or not at all.  Where the draft has experts, they run its forwards together.
 """
 
 from __future__ import annotations
@@ -92,11 +93,13 @@ class ModelDrafting(Drafting):
     def fill(self, plan: StepPlan, cache: CacheManager, now: float) -> None:
         self._note_step(now)
         reqs = plan.decodes.reqs
-        work = self._work(reqs, self._chosen(plan, cache), cache)
-        self._kept = {}
+        work: list[_Work] = []
+        if not plan.is_empty:  # else the step is other groups' alone, or there is none, as weights may be written
+            work = self._work(reqs, self._chosen(plan, cache), cache)
+            self._kept = {}
         if reqs and all(len(item.span.token_ids) <= 1 + self._most for item in work):
             self._last = (plan, len(reqs)), now  # else its time is also that of a prompt
-        if not work:
+        if not work and not self.runner.meets_groups:
             return
         work.sort(key=lambda item: -item.count)
         drafted = [item for item in work if item.count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -57,6 +58,19 @@ def expected(folder: Path) -> dict[str, list[Any]]:
 
 def new_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.double() * 1.25 for name, tensor in logical_tensors(folder).items()}
+
+
+@pytest.mark.full
+def test_groups_whose_model_drafts_answer_as_one_rank_does(folder: Path, expected: dict) -> None:
+    """The draft is the served model, whose experts both groups compute together."""
+    draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+    with serve(folder, **DP2, **draft) as server:
+        assert [facts(reply) for reply in generate(server)] == expected["old"]
+        long = PARAMS | {"max_new_tokens": 200}
+        (reply,) = generate(server, input_ids=PROMPTS[:1], sampling_params=long)
+        assert reply["output_ids"][:8] == expected["old"][0][0]
+        metrics = server.http.get("/metrics").text
+        assert re.search(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} [1-9]", metrics, re.MULTILINE)
 
 
 @pytest.mark.full(but="tp2")

@@ -136,11 +136,6 @@ def _check_drafts(args: ServerArgs) -> None:
         is_standalone == (args.speculative_draft_model_path is not None),
         "--speculative-algorithm STANDALONE and --speculative-draft-model-path need each other",
     )
-    _require(
-        not ((is_standalone or args.drafts_by_mtp) and args.enable_dp_attention and args.dp_size > 1),
-        f"--speculative-algorithm {args.speculative_algorithm} is not supported with --enable-dp-attention and several "
-        "ranks of it: use NGRAM",
-    )
     deepest = 8 if args.drafts_by_mtp else 64
     _require(
         1 <= args.speculative_num_steps <= deepest,

@@ -16,7 +16,6 @@ from tests.http_harness import live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.troubleshooting import require_entry
 
-STANDALONE = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "d"}
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]
 
 
@@ -73,14 +72,12 @@ def number(metrics: str, name: str) -> float:
     [
         {"speculative_algorithm": "EAGLE3"},
         {"speculative_algorithm": "NEXTN", "speculative_num_steps": 9},
-        {"speculative_algorithm": "NEXTN", "enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 0},
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 65},
         {"speculative_algorithm": "NGRAM", "speculative_ngram_capacity": -1},
         {"speculative_algorithm": "STANDALONE"},
         {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "d"},
         {"speculative_algorithm": "NGRAM", "speculative_num_steps": 0},
-        {**STANDALONE, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:

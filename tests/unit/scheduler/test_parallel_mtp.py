@@ -18,6 +18,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 ep2": {"tp_size": 2, "ep_size": 2},
     "tp2 all-to-all": {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},
 }
+DP = {"dp_size": 2, "enable_dp_attention": True}
+GROUPS: dict[str, dict[str, Any]] = {
+    "dp2": {"tp_size": 2, "ep_size": 2} | DP,
+    "dp2 of tp2": {"tp_size": 4, "ep_size": 2} | DP,
+    "dp2 of tp2, all-to-all": {"tp_size": 4, "ep_size": 4, "moe_a2a_backend": "all_to_all"} | DP,
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +42,22 @@ def proposed_alone(folder: Path) -> list[Any]:
     return proposals([harness.scheduler], harness)[1][0]
 
 
-def proposals(schedulers: Any, harness: Any) -> tuple[list[Result], list[list[Any]]]:
+def proposals(schedulers: Any, harness: Any, **fields: Any) -> tuple[list[Result], list[list[Any]]]:
     """Return the results, and all that the layer proposed on each rank."""
     found: list[list[Any]] = [[] for _ in schedulers]
     for own, scheduler in zip(found, schedulers, strict=True):
         drafting = scheduler._steps._drafting
         drafting._choice = None
         drafting.runner.propose = noted(drafting.runner.propose, own)
-    return harness.generate(PROMPTS, PARAMS), found
+    return harness.generate(PROMPTS, PARAMS, **fields), found
 
 
 def noted(propose: Any, found: list[Any]) -> Any:
     def call(*args: Any) -> Any:
-        found.append(propose(*args))
-        return found[-1]
+        made = propose(*args)
+        if made:  # else this group had no rows
+            found.append(made)
+        return made
 
     return call
 
@@ -58,9 +66,25 @@ def noted(propose: Any, found: list[Any]) -> Any:
 def test_ranks_propose_what_one_does(name: str, folder: Path, plain: list[Result], proposed_alone: list[Any]) -> None:
     with ParallelHarness(folder, speculative_algorithm="NEXTN", **LAYOUTS[name]) as harness:
         got, found = proposals(harness.schedulers, harness)
+    check_same(got, plain)
+    assert sum(len(ids) for call in proposed_alone for ids in call) > 30
+    assert found == [proposed_alone] * 2
+
+
+@pytest.mark.full(but="dp2")
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_proposes_what_one_rank_does_while_the_other_has_no_requests(
+    name: str, folder: Path, plain: list[Result], proposed_alone: list[Any]
+) -> None:
+    with ParallelHarness(folder, speculative_algorithm="NEXTN", **GROUPS[name]) as harness:
+        got, found = proposals(harness.schedulers, harness, dp_rank=0)
+    check_same(got, plain)
+    ranks = len(found) // 2
+    assert found == [proposed_alone] * ranks + [[]] * ranks
+
+
+def check_same(got: list[Result], plain: list[Result]) -> None:
     for ours, theirs in zip(got, plain, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert np.array_equal(ours.routes, theirs.routes)
         assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-10)
-    assert sum(len(ids) for call in proposed_alone for ids in call) > 30
-    assert found == [proposed_alone] * 2
