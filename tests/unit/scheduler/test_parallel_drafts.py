@@ -90,7 +90,7 @@ def test_ranks_with_a_draft_model_give_and_count_what_plain_ones_do(
             assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-10)
         assert np.array_equal(drafted_LE, counts_LE)
         for tally in tallies:
-            assert tally.num_drafted > 40 and (draft != folder or tally.num_kept > 0.98 * tally.num_drafted)
+            assert tally.num_drafted > 25 and (draft != folder or tally.num_kept > 0.98 * tally.num_drafted)
 
 
 def test_ranks_whose_drafts_differ_verify_the_tokens_of_the_first(folder: Path, plain: Any, tmp_path: Path) -> None:
