@@ -286,6 +286,24 @@ def test_random_schedules_of_two_groups(seed: int, draft: str, folders: list[Pat
     assert num_whole > 20
 
 
+def test_a_draft_computes_nothing_while_generation_is_paused(folders: list[Path]) -> None:
+    """Its weights may be under a write then.  Ranks of several groups take turns all the same."""
+    with start(folders[0], "dp2", "a layer") as engine:
+        rid = engine.submit(PROMPT, params={"max_new_tokens": 9}, dp_rank=0)
+        engine.tick()
+        assert len(engine.schedulers[0]._by_rid[rid].output_ids) == 1
+        assert engine.control(PauseGenerationReqInput, mode="in_place").success
+        seen: list[Any] = []
+        for drafting in draftings(engine):
+            drafting.runner.model = Noted(drafting.runner.model, seen)
+        for _ in range(3):
+            engine.tick()
+        assert not seen
+        assert engine.control(ContinueGenerationReqInput).success
+        engine.run()
+        assert (len(PROMPT), [len(PROMPT), 0]) in seen, "the draft computes the prompt in the turn after the pause"
+
+
 def test_groups_bring_their_tokens_to_the_same_forwards(folders: list[Path]) -> None:
     """The group without requests runs as many forwards as the other one, with no rows."""
     with start(folders[0], "dp2", "a layer", speculative_num_steps=3) as engine:
