@@ -1,7 +1,7 @@
 """`ProposalSampler`: picks the tokens that a model proposes, as the served sampler would pick them.
 
-The same seeds, positions and parameters, and the same allowed tokens: a request with a restriction gets a token that
-may come after the ones proposed before it.  So where both distributions are alike, so are mostly the tokens.
+Seeds, positions and parameters are the request's.  A request with a restriction gets a token that may come after the
+ones proposed before it.  So where both distributions are alike, the same random number mostly gives the same token.
 
 Shapes: N requests that get a proposal of this depth, the first ones of all; V vocabulary.
 """

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.invariance import Ask
+from tests.kernels import native_ops
 from tests.mtp_zoo import mtp_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness, Result
+from tests.unit.engine.test_invariance_mtp import tell
 
 PROMPTS = [[7, 3, 9], list(range(20, 60)), [5], [250, 2, 2, 9]]
 PARAMS = {"max_new_tokens": 12, "temperature": 1.0, "sampling_seed": 11}
@@ -81,6 +84,29 @@ def test_a_group_proposes_what_one_rank_does_while_the_other_has_no_requests(
     check_same(got, plain)
     ranks = len(found) // 2
     assert found == [proposed_alone] * ranks + [[]] * ranks
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "qwen3_5"])
+def test_layers_of_families_draft_for_two_groups_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
+    """The layer of the last one has no experts, so its groups need not meet."""
+    native_ops()
+    folder, has_experts = mtp_checkpoint(tmp_path / "m", family, 3), family != "qwen3_5"
+    settings = {"tp_size": 2, "ep_size": 1 + has_experts, "enable_return_routed_experts": has_experts} | DP
+    with ParallelHarness(folder, dtype=dtype, **settings) as harness:
+        want = harness.generate(PROMPTS, PARAMS)
+    with ParallelHarness(folder, dtype=dtype, speculative_algorithm="NEXTN", **settings) as harness:
+        draftings = [scheduler._steps._drafting for scheduler in harness.schedulers]
+        for drafting in draftings:
+            drafting._choice = None
+            tell(drafting, [Ask(tuple(prompt)) for prompt in PROMPTS], want)
+        got = harness.generate(PROMPTS, PARAMS)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.token_ids == theirs.token_ids and ours.logprobs == theirs.logprobs
+        assert not has_experts or np.array_equal(ours.routes, theirs.routes)
+    for drafting in draftings:
+        assert drafting.runner.meets_groups == has_experts and drafting.counts.num_kept > 5
 
 
 def check_same(got: list[Result], plain: list[Result]) -> None:
