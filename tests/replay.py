@@ -7,6 +7,7 @@ A recording is a file of JSON lines, one step each, in `tests/recorded`:
     {"call": ..., "then": [{"call": ...}]}                      those are made while this one is answered
     {"refresh": "broadcast", "body" or "folder", "factor": 2}   the calls that bring weights: the checkpoint's times 2
     {"holds": 2}                                                the server's tensors are these, each of them
+    {"adapter": ...}, {"serves": ...}                           see `tests/replayed_adapters.py`
 
 A check is a value, or {"is": "int"}, {"len": path or number}, {"routes": [layers, k]}.  In bodies "$MODEL", "$FOLDER",
 "$PORT" and "$GROUP" stand for what differs from run to run.
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 
 from tests.model_zoo import logical_tensors
 from tests.parameter_server_stand_in import file_system_sharing
+from tests.replayed_adapters import assert_serves, send_adapter
 from tests.server_process import ServerProcess
 from tests.sglang_payloads import classes_in, flattened, forking_pickle
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
@@ -74,6 +76,10 @@ class Replay:
                 self.refresh(line)
             elif "holds" in line:
                 self.holds(line["holds"])
+            elif "adapter" in line:
+                send_adapter(self, line)
+            elif "serves" in line:
+                assert_serves(self, line)
             else:
                 self.call(line)
 

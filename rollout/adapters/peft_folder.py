@@ -138,18 +138,42 @@ def _read_pairs(path: Path) -> dict[str, dict[str, torch.Tensor]]:
     return pairs
 
 
-def adapter_of_tensors(config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> Adapter:
-    """Return the adapter of tensors by PEFT's names, which are copied, and of a parsed `adapter_config.json`.
+class SentTensors:
+    """The tensors of an adapter as they come, by PEFT's names.  Each is copied, to the host.
 
-    Raises `AdapterError` as `read_adapter`.
+    `checksums`: the SHA-256 of the bytes of each, in hex, by name, as SGLang's clients state it; None: not stated.
     """
-    read, pairs = LoraConfig.of(config), dict[str, dict[str, torch.Tensor]]()
-    for name, tensor in tensors:
-        module, side = _place_in(pairs, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
-        pairs[module][side] = tensor.clone()
-    if not pairs:
-        raise AdapterError("the adapter has no tensors")
-    return adapter_of(pairs, read)
+
+    def __init__(self, checksums: Mapping[str, str] | None = None) -> None:
+        self._pairs: dict[str, dict[str, torch.Tensor]] = {}
+        self._stated = checksums
+        self._found: dict[str, str] = {}
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the next tensors.  Raises `AdapterError` for a name that is not an adapter's, or comes twice."""
+        for name, tensor in tensors:
+            module, side = _place_in(self._pairs, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
+            copied = self._pairs[module][side] = tensor.to("cpu", copy=True)
+            if self._stated is not None:
+                self._found[name] = hashlib.sha256(copied.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+
+    def adapter(self, config: LoraConfig) -> Adapter:
+        """Return the adapter that they make up.  Raises `AdapterError` as `read_adapter`, and for other checksums."""
+        if not self._pairs:
+            raise AdapterError("the adapter has no tensors")
+        self._require_checksums()
+        return adapter_of(self._pairs, config)
+
+    def _require_checksums(self) -> None:
+        stated = self._found if self._stated is None else {name: each.lower() for name, each in self._stated.items()}
+        if self._found == stated:
+            return
+        missing, extra = stated.keys() - self._found.keys(), self._found.keys() - stated.keys()
+        other = {name for name in stated.keys() & self._found.keys() if stated[name] != self._found[name]}
+        raise AdapterError(
+            f"expected_checksums: {len(other)} of {len(stated)} tensors have other bytes, {len(missing)} did not come, "
+            f"{len(extra)} came without one: {shown(', '.join(sorted(other | missing | extra)[:3]))}"
+        )
 
 
 def _place_in(pairs: dict[str, dict[str, torch.Tensor]], meta: TensorMeta) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from rollout.core.errors import BadRequest, LockstepError
 from rollout.core.messages.adapters import (
+    LoadLoraAdapterFromDistributedReqInput,
     LoadLoraAdapterFromTensorsReqInput,
     LoadLoraAdapterReqInput,
     UnloadLoraAdapterReqInput,
@@ -83,7 +84,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     app.state.strict_requests = args.strict_requests
     verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
     weights, vllm_weights = WeightRoutes(verbs, args), VllmWeightRoutes(verbs)
-    vllm_control, adapters = VllmControlRoutes(manager), AdapterRoutes(verbs, vllm_weights, args)
+    vllm_control, adapters = VllmControlRoutes(manager), AdapterRoutes(verbs, weights, vllm_weights, args)
     admin_verbs, api_verbs = verbs.routers(
         {
             PauseGenerationReqInput: sglang.pause_generation,
@@ -100,6 +101,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             UpdateWeightsFromDistributedReqInput: weights.bucket,
             UpdateWeightsFromTensorReqInput: weights.from_tensor,
             LoadLoraAdapterFromTensorsReqInput: adapters.load_tensors,
+            LoadLoraAdapterFromDistributedReqInput: adapters.load_broadcast,
         },
     )
     conversations = Conversations(manager, args.session_record_mb << 20)

@@ -248,6 +248,10 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         },
         "/load_lora_adapter_from_tensors": [
             {"lora_name": "a", "config_dict": {"peft_type": "LORA", "r": 2}, "serialized_tensors": [payload(tensors)]}
+            | {"expected_checksums": dict.fromkeys(names, "0" * 64), "upsert": True}
+        ],
+        "/load_lora_adapter_from_distributed": [
+            lists | {"lora_name": "a", "config_dict": {"peft_type": "LORA", "r": 2}, "upsert": True}
         ],
         **{
             path: [lists | AREAL_ADAPTER]

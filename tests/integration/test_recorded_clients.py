@@ -26,6 +26,12 @@ FRAMEWORKS = {
         flags={"enable_return_routed_experts": True, "vllm_routed_experts": "dict"},
         not_there=("/init_broadcaster (NCCL)", "LoRA"),
     ),
+    "miles_adapters": Framework(
+        name="miles, adapters",
+        packages=("recorded at 02a214e",),
+        flags={"enable_lora": True},
+        not_there=("/register_lora_adapter",),
+    ),
     "slime": Framework(
         name="slime",
         packages=("recorded at 624b824",),

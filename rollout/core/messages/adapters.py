@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.core.messages.message import ControlReqInput, Endpoint, Message, Name, Reply
+from rollout.core.messages.message import ControlReqInput, Endpoint, Message, Name, Reply, Size
 from rollout.core.messages.req_output import AdapterCard
+from rollout.core.messages.tensor_lists import Lists, decode_lists
+from rollout.core.messages.weights import DEFAULT_GROUP
+
+_UPSERT = {"upsert": (bool, False)}
+"""SGLang's: refresh the version in force, under its requests.  Here each load makes the next version."""
+_ADDED_TOKENS = frozenset({"added_tokens_config"})
 
 
 class AdaptersChanged(Message):
@@ -42,7 +48,8 @@ class LoadLoraAdapterFromTensorsReqInput(ControlReqInput[AdapterReply]):
     """Load an adapter whose tensors are in the body, as SGLang's clients make them: once, or once for each rank.
 
     `config_dict`: the content of `adapter_config.json`.  `payload`, `payloads`, `serialized_once`: the same as for
-    /update_weights_from_tensor.
+    /update_weights_from_tensor.  `expected_checksums`: the SHA-256 of the bytes of each tensor, in hex, by name; one
+    that differs, or is missing, refuses the load.
     """
 
     endpoint = Endpoint(
@@ -53,8 +60,9 @@ class LoadLoraAdapterFromTensorsReqInput(ControlReqInput[AdapterReply]):
         accepts={
             "serialized_tensors": (str | list[str] | None, None),
             "serialized_named_tensors": (list[str] | None, None),
+            **_UPSERT,
         },
-        refuses=frozenset({"expected_checksums", "added_tokens_config"}),
+        refuses=_ADDED_TOKENS,
     )
 
     lora_name: Name
@@ -65,6 +73,41 @@ class LoadLoraAdapterFromTensorsReqInput(ControlReqInput[AdapterReply]):
     load_format: str | None = None
     pinned: bool = False
     load_inplace: bool = True
+    expected_checksums: dict[str, str] | None = None
+
+
+class LoadLoraAdapterFromDistributedReqInput(ControlReqInput[AdapterReply]):
+    """Load an adapter whose tensors come by broadcast from rank 0 of the group, one after the other, as miles sends it.
+
+    `config_dict`: the content of `adapter_config.json`.  `tensor_lists`: the JSON object of the lists as it came, which
+    are empty then.  `lists_digest`: of its bytes.
+    """
+
+    endpoint = Endpoint(
+        path="/load_lora_adapter_from_distributed",
+        tag="adapters",
+        client_waits="weights",
+        hidden=frozenset({"tensor_lists", "lists_digest"}),
+        accepts=_UPSERT,
+        refuses=_ADDED_TOKENS,
+    )
+
+    lora_name: Name
+    config_dict: dict[str, Any]
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Size]]
+    group_name: str = DEFAULT_GROUP
+    pinned: bool = False
+    load_inplace: bool = True
+    tensor_lists: bytes | None = None
+    lists_digest: bytes | None = None
+
+    def lists(self) -> Lists:
+        """Return the names, dtypes and shapes.  JSON is decoded at each call."""
+        if self.tensor_lists is not None:
+            return decode_lists(self.tensor_lists)
+        return Lists(self.names, self.dtypes, self.shapes)
 
 
 class UnloadReply(Reply, kw_only=True):
@@ -90,4 +133,9 @@ class UnloadLoraAdapterReqInput(ControlReqInput[UnloadReply]):
     missing_ok: bool = False
 
 
-VERBS = (LoadLoraAdapterReqInput, LoadLoraAdapterFromTensorsReqInput, UnloadLoraAdapterReqInput)
+VERBS = (
+    LoadLoraAdapterReqInput,
+    LoadLoraAdapterFromTensorsReqInput,
+    LoadLoraAdapterFromDistributedReqInput,
+    UnloadLoraAdapterReqInput,
+)

@@ -1,6 +1,7 @@
 """Loads and unloads of adapters over HTTP, in the forms of vLLM, SGLang and SkyRL.  May demand the admin key.
 
-SGLang   /load_lora_adapter, /unload_lora_adapter          the verbs' own routes; a refusal has `error_message`
+SGLang   /load_lora_adapter and its two forms for tensors, /unload_lora_adapter
+                                                           the verbs' own routes; a refusal has `error_message`
 vLLM     /v1/load_lora_adapter, /v1/unload_lora_adapter    a name that is served is refused without load_inplace
 SkyRL    /skyrl/v1/load_lora_adapter                       a name that is served gets its next version
 """
@@ -15,15 +16,17 @@ from starlette.responses import PlainTextResponse, Response
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import BadRequest
 from rollout.core.messages.adapters import (
+    LoadLoraAdapterFromDistributedReqInput,
     LoadLoraAdapterFromTensorsReqInput,
     LoadLoraAdapterReqInput,
     UnloadLoraAdapterReqInput,
 )
 from rollout.core.messages.message import ControlReqOutput, Name
-from rollout.http.control.body import fields_of
+from rollout.http.control.body import body_of, fields_of
 from rollout.http.control.io import ControlRoute, add_route, failed_status, refusal_content, reply
 from rollout.http.control.tensor_body import read_adapter_body
 from rollout.http.control.verbs import VerbRoutes
+from rollout.http.control.weights import WeightRoutes, raw_lists
 from rollout.http.io import json_body, json_response
 from rollout.http.protocol import Body
 from rollout.http.vllm.weight_routes import VllmWeightRoutes
@@ -65,8 +68,8 @@ SkyrlLoadBody = Annotated[SkyrlLoadRequest, Depends(json_body(SkyrlLoadRequest))
 class AdapterRoutes:
     """Sends the same verbs for all forms, so that an adapter reaches every rank of every engine or none."""
 
-    def __init__(self, verbs: VerbRoutes, weights: VllmWeightRoutes, args: ServerArgs) -> None:
-        self._verbs, self._weights, self._args = verbs, weights, args
+    def __init__(self, verbs: VerbRoutes, buckets: WeightRoutes, weights: VllmWeightRoutes, args: ServerArgs) -> None:
+        self._verbs, self._buckets, self._weights, self._args = verbs, buckets, weights, args
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM control"])
@@ -85,6 +88,11 @@ class AdapterRoutes:
         replicas = 1 if args.enable_dp_attention else args.dp_size
         fields = await read_adapter_body(request, args.max_payload_bytes, args.tp_size, replicas)
         return _with_error_message(await self._verbs.ask(LoadLoraAdapterFromTensorsReqInput, **fields))
+
+    async def load_broadcast(self, request: Request) -> Response:
+        verb = LoadLoraAdapterFromDistributedReqInput
+        body = await self._buckets.read_bucket(request, body_of(verb))
+        return _with_error_message(await self._verbs.ask(verb, **fields_of(verb, body), **raw_lists(body)))
 
     async def unload(self, _: Request, body: Any) -> Response:
         return _with_error_message(
