@@ -9,6 +9,7 @@ each grammar, with `MAX_SECONDS` of the processor, `MAX_WAIT_S` on a clock, and 
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import subprocess
@@ -23,13 +24,16 @@ import msgspec
 
 from rollout.core.errors import BadRequest, Unavailable
 from rollout.core.grammar import Grammar
-from rollout.grammar.guard_process import BUSY, COSTLY, MAX_SECONDS, SIZE
+from rollout.grammar.guard_process import BUSY, COSTLY, MAX_SECONDS, MAX_WAIT_S, SIZE, SLOW
 from rollout.grammar.vocabulary import GrammarVocabulary
 
 _START_SECONDS = 60.0  # until the process has read the vocabulary
 _ANSWER_SECONDS = 20.0  # the process answers earlier, however busy the machine is
 _MAX_KNOWN = 4096
+SLOW_KEPT_S = 10.0
+"""A grammar that the clock cut is asked about again after this: the machine may have less to do."""
 _TOO_LONG = f"it takes more than {MAX_SECONDS:g} s or too much memory to compile"
+_TOO_SLOW = f"it took more than {MAX_WAIT_S:g} s, and the machine may be busy; try again in {SLOW_KEPT_S:g} s"
 
 
 class GrammarGuard:
@@ -39,7 +43,8 @@ class GrammarGuard:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._known: OrderedDict[Grammar, str] = OrderedDict()  # the answers of the latest grammars
+        # Of the latest grammars: why one is refused, empty if it is not; and when it is asked about again.
+        self._known: OrderedDict[Grammar, tuple[str, float]] = OrderedDict()
         self._is_closed = False
 
     def check(self, grammar: Grammar) -> None:
@@ -48,10 +53,11 @@ class GrammarGuard:
         Raises `Unavailable` without the process, or if the machine is too busy to tell.
         """
         with self._lock:
-            error = self._known.get(grammar)
-            if error is None:
-                error = self._known[grammar] = self._ask(grammar)
-            self._known.move_to_end(grammar)
+            error, until = self._known.pop(grammar, ("", -math.inf))
+            if time.monotonic() >= until:
+                error = self._ask(grammar)
+                until = time.monotonic() + SLOW_KEPT_S if error.endswith(_TOO_SLOW) else math.inf
+            self._known[grammar] = error, until
             while len(self._known) > _MAX_KNOWN or sum(len(known.text) for known in self._known) > 1 << 24:
                 self._known.popitem(last=False)
         if error:
@@ -90,6 +96,8 @@ class GrammarGuard:
             raise Unavailable("the machine is too busy to check the grammar within a second; try again")
         if answer == COSTLY:
             return f"the grammar ({grammar.kind}) is refused: {_TOO_LONG}"
+        if answer == SLOW:
+            return f"the grammar ({grammar.kind}) is refused: {_TOO_SLOW}"
         return answer[1:].decode(errors="replace")
 
     def _running(self) -> subprocess.Popen[bytes]:

@@ -27,7 +27,8 @@ MAX_SECONDS = 0.5  # of the processor, for one grammar
 MAX_WAIT_S = 0.9  # on a clock
 ENOUGH_SECONDS = 0.1  # of the processor: more than grammars take that people write
 SIZE = struct.Struct("<I")  # before each message
-ACCEPTED, REFUSED, COSTLY, BUSY = b"A", b"R", b"C", b"B"  # the first byte of an answer; a refusal has its reason behind
+ACCEPTED, REFUSED, COSTLY, SLOW, BUSY = b"A", b"R", b"C", b"S", b"B"
+"""The first byte of an answer; a refusal has its reason behind.  `SLOW` and `BUSY` depend on the machine's load."""
 _PR_SET_PDEATHSIG = 1
 _MAX_BYTES = 4 << 30  # of addresses, more than is used
 
@@ -56,7 +57,8 @@ def main() -> int:
 def answer_to(builder: GrammarBuilder, grammar: Grammar) -> bytes:
     """Return the answer to a grammar: see `ACCEPTED`.
 
-    A grammar that is not compiled in time is costly if its child had enough of the processor, else the machine is busy.
+    A grammar whose child used up its seconds of the processor, or its memory, is costly.  One whose child others ended,
+    or the clock after enough of the processor, is slow.  Else the machine is busy.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -72,10 +74,12 @@ def answer_to(builder: GrammarBuilder, grammar: Grammar) -> bytes:
     answer = os.read(reader, select.PIPE_BUF) if is_in_time else b""
     os.close(reader)
     os.kill(child, signal.SIGKILL)
-    used = os.wait4(child, 0)[2]
+    _, status, used = os.wait4(child, 0)
     if answer:
         return answer
-    return COSTLY if is_in_time or used.ru_utime + used.ru_stime >= ENOUGH_SECONDS else BUSY
+    if is_in_time:
+        return SLOW if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else COSTLY
+    return SLOW if used.ru_utime + used.ru_stime >= ENOUGH_SECONDS else BUSY
 
 
 def _end_with_parent() -> None:
