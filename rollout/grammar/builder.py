@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from rollout.core.errors import BadRequest
 from rollout.core.grammar import Grammar
 from rollout.grammar.library import error_of, load, new_matcher
-from rollout.grammar.matcher import Matcher
+from rollout.grammar.matcher import Matcher, Tables
 from rollout.grammar.source import library_source
 from rollout.grammar.vocabulary import GrammarVocabulary
 
@@ -28,14 +29,15 @@ class GrammarBuilder:
         """
         library = load()
         source = library_source(library, grammar, self._special_tokens)
-        inner = new_matcher(library, self._tokenizer, source)
+        begin = functools.partial(new_matcher, library, self._tokenizer, source)
+        inner = begin()
         if not inner.is_error():
             probe = inner.deep_copy()
             probe.compute_bitmask()  # some limits are met by the first mask
             inner = probe if probe.is_error() else inner
         if error := error_of(inner):
             raise BadRequest(f"the grammar ({grammar.kind}) is refused: {error}")
-        return Matcher(inner, -(-len(self._vocabulary.tokens) // 32))
+        return Matcher(inner, -(-len(self._vocabulary.tokens) // 32), Tables(begin))
 
     @cached_property
     def _vocabulary(self) -> GrammarVocabulary:

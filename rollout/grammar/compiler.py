@@ -63,7 +63,7 @@ class GrammarCompiler:
         library.
         """
         found = self._cache.get(grammar)
-        if found is not None and found.is_spent:
+        if found is not None and found.tables.is_full:
             self._drop(grammar)
             found = None
         if found is None:

@@ -58,6 +58,11 @@ def error_of(matcher: Any) -> str:
     return one_line(matcher.get_error()) if matcher.is_error() else ""
 
 
+def is_full(matcher: Any) -> bool:
+    """Return whether a matcher has failed as its table of states is full: `max_lexer_states`."""
+    return bool(matcher.is_error()) and "too many states" in matcher.get_error()
+
+
 def one_line(text: str) -> str:
     """Return the text of a message in one line of at most 300 characters."""
     joined = " ".join(text.replace("\n", " ").split())
