@@ -80,4 +80,4 @@ def assert_serves(replay: Replay, line: dict[str, Any]) -> None:
 
 
 def _sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()

@@ -155,7 +155,9 @@ class SentTensors:
             module, side = _place_in(self._pairs, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
             copied = self._pairs[module][side] = tensor.to("cpu", copy=True)
             if self._stated is not None:
-                self._found[name] = hashlib.sha256(copied.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+                self._found[name] = hashlib.sha256(
+                    copied.contiguous().flatten().view(torch.uint8).numpy().data
+                ).hexdigest()
 
     def adapter(self, config: LoraConfig) -> Adapter:
         """Return the adapter that they make up.  Raises `AdapterError` as `read_adapter`, and for other checksums."""

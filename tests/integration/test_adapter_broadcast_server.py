@@ -58,8 +58,10 @@ def test_a_refused_adapter_is_received_and_the_next_one_is_not_taken_for_it(
     server: ServerProcess, contents: list[Content], what: str
 ) -> None:
     """The trainer broadcasts all the same.  Only a body that cannot be read has the server leave the group."""
-    before, more = [served(server, name) for name in ("poet", "clerk")], {}
-    sent, reasons = Sent(contents[1].config, contents[1].named), ("load_inplace makes this", "added_tokens_config")
+    before = [served(server, name) for name in ("poet", "clerk")]
+    more: dict[str, Any] = {}
+    reasons: tuple[str, ...] = ("load_inplace makes this", "added_tokens_config")
+    sent = Sent(contents[1].config, contents[1].named)
     if what in WRONG:
         spoil, reasons = WRONG[what]
         sent = spoil(sent)
