@@ -1,4 +1,4 @@
-"""Routes, sampling masks and log-probabilities as values and on the wire.
+"""Routes, sampling masks, log-probabilities and hidden states as values and on the wire.
 
 It imports no other package of this project.  Part of the package lockstep-rl.
 """

@@ -1,4 +1,4 @@
-"""Errors of route records, sampling masks and log-probabilities.
+"""Errors of route records, sampling masks, log-probabilities and hidden states.
 
 `status_code` is the HTTP status under which an engine reports them.
 
@@ -11,6 +11,7 @@ CaptureError                  500
 +-- MaskValueError            400  a sampling mask that no sampler can have produced, or of other tokens
 +-- LogprobFormatError       400  bytes or text that are not an undamaged record of log-probabilities
 +-- LogprobValueError        400  arrays that do not fit, ids outside the vocabulary, or of other tokens
++-- HiddenStatesError         400  bytes that are not hidden states of their shape, or records that do not follow
 """
 
 from __future__ import annotations
@@ -64,5 +65,11 @@ class LogprobFormatError(CaptureError):
 
 class LogprobValueError(CaptureError):
     """Log-probabilities whose arrays do not fit, of ids outside the vocabulary, or of other tokens."""
+
+    status_code = 400
+
+
+class HiddenStatesError(CaptureError):
+    """Bytes that are not hidden states of their shape, or records that do not follow one another."""
 
     status_code = 400

@@ -29,6 +29,7 @@ from lockstep_rl._origin import MissingPackage, PackageClash, check_origin, miss
 
 if TYPE_CHECKING:
     from capture.errors import CaptureError as CaptureError
+    from capture.hidden_states import HiddenStates as HiddenStates
     from capture.replay import force_routes as force_routes
     from capture.replay import masked_logprobs as masked_logprobs
     from capture.replay import pad_routes as pad_routes
@@ -90,6 +91,7 @@ _PLACES = {
     "ScoredSequence": "rollout.client",
     "TokenLogprob": "rollout.client",
     "VersionSpan": "rollout.client",
+    "HiddenStates": "capture.hidden_states",
     "RoutedExperts": "capture.routed_experts",
     "SamplingMask": "capture.sampling_mask",
     "TokenLogprobs": "capture.token_logprobs",
@@ -142,6 +144,7 @@ __all__ = [
     "FleetPolicy",
     "GenerateOptions",
     "GenerationOutput",
+    "HiddenStates",
     "JoinError",
     "LockstepError",
     "MissingPackage",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from capture.codec import decode_compact, decode_compatible, encode_compact
 from capture.errors import CaptureError
+from capture.hidden_states import HiddenStates
 from capture.routed_experts import RoutedExperts
 from capture.sampling_mask import SamplingMask
 from capture.token_logprobs import TokenLogprobs
@@ -59,6 +60,10 @@ def generate_body(prompt: str | Sequence[str] | None, options: GenerateOptions) 
         body["routed_experts_format"] = "compact"
     if body.get("return_sampling_mask"):
         body["sampling_mask_format"] = "csr"
+    if body.get("return_hidden_states"):
+        body["hidden_states_format"] = "compact"
+    if "hidden_state_layers" in body:
+        body["hidden_state_layers"] = plain_ids(body["hidden_state_layers"])
     if (replay := body.get("replay_routed_experts")) is not None:
         body["replay_routed_experts"] = (
             _compact(replay) if isinstance(replay, RoutedExperts) else [*map(_compact, replay)]
@@ -198,6 +203,7 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         logprob_arrays=arrays,
         prompt_logprob_arrays=_logprob_arrays(meta, "input_logprobs"),
         routed_experts=_routed_experts(meta, layout),
+        hidden_states=_hidden_states(meta),
         sampling_mask=_sampling_mask(meta),
         sampling_logprobs=_sampling_logprobs(meta),
         prompt_ids=None if (ids := content.get("prompt_token_ids")) is None else list(ids),
@@ -223,6 +229,8 @@ def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:
             )
     if body.get("return_sampling_mask") and output.output_ids:
         _check_mask(output)
+    if body.get("return_hidden_states") and not aborted:
+        _check_hidden_states(output)
     if not body.get("return_routed_experts") or aborted:
         return
     routed = output.routed_experts
@@ -244,6 +252,16 @@ def _check_arrays(output: GenerationOutput) -> None:
         output.logprob_arrays.require(output.output_ids, output.prompt_tokens or 0)
     except CaptureError as error:
         raise ResponseFormatError(f"request {output.rid}: {error}") from None
+
+
+def _check_hidden_states(output: GenerationOutput) -> None:
+    states, end = output.hidden_states, (output.prompt_tokens or 0) + max(len(output.output_ids) - 1, 0)
+    start = output.meta_info.get("hidden_states_start_len", 0)
+    count = 0 if states is None else len(states)
+    if count != max(end - start, 0):
+        raise ResponseFormatError(
+            f"request {output.rid}: {count} rows of hidden states from token {start}, expected {max(end - start, 0)}"
+        )
 
 
 def _check_mask(output: GenerationOutput) -> None:
@@ -306,6 +324,20 @@ def _routed_experts(meta: Mapping[str, Any], layout: RouteLayout | None) -> Rout
         )
     except (CaptureError, binascii.Error) as error:
         raise ResponseFormatError(f"routed experts: {error}") from error
+
+
+def _hidden_states(meta: Mapping[str, Any]) -> HiddenStates | None:
+    """Return the rows, whose data is bytes or base64; None where there are none yet, or in another form."""
+    content = meta.get("hidden_states")
+    if not isinstance(content, Mapping):
+        return None
+    spans = tuple((s["version"], s["start"], s["end"]) for s in meta["hidden_states_weight_versions"])
+    facts = content["dtype"], content["shape"], meta["hidden_state_layers"], meta["hidden_states_start_len"], spans
+    try:
+        data = content["data"]
+        return HiddenStates.of_bytes(data, *facts) if isinstance(data, bytes) else HiddenStates.of_text(data, *facts)
+    except CaptureError as error:
+        raise ResponseFormatError(str(error)) from None
 
 
 def _finish_reason(reason: Mapping[str, Any] | None) -> FinishReason | None:

@@ -17,7 +17,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from capture.errors import RouteValueError
+from capture.errors import HiddenStatesError, RouteValueError
+from capture.hidden_states import HiddenStates
 from capture.routed_experts import RoutedExperts, concat
 from capture.sampling_mask import SamplingMask
 from rollout.client.errors import JoinError
@@ -66,6 +67,8 @@ def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptio
         rest.pop("logprob_start_len", None)  # recorded already
         if output.routed_experts is not None:
             rest["routed_experts_start_len"] = output.routed_experts.start + len(output.routed_experts)
+        if options.get("return_hidden_states"):
+            rest["hidden_states_start_len"] = _states_end(output, options)
     return rest
 
 
@@ -106,6 +109,7 @@ def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
         weight_version=rest.weight_version,
         weight_versions=_joined_spans(first, rest),
         routed_experts=_joined_routes(first, rest),
+        hidden_states=_joined_states(first, rest),
     )
 
 
@@ -164,6 +168,15 @@ def _require_whole(output: GenerationOutput, options: GenerateOptions) -> None:
             raise BadRequest(f"request {output.rid} has more rows of routed experts than tokens")
 
 
+def _states_end(output: GenerationOutput, options: GenerateOptions) -> int:
+    """Return the position after the last row of hidden states.  Raises `BadRequest` if a row is missing before it."""
+    states, start = output.hidden_states, options.get("hidden_states_start_len", 0)
+    end = max((output.prompt_tokens or 0) + len(output.output_ids) - 1, start)
+    if start + (0 if states is None else len(states)) != end:
+        raise BadRequest(f"request {output.rid} lacks rows of hidden states, so they cannot be joined")
+    return end
+
+
 def _has_versions(output: GenerationOutput) -> bool:
     """Return whether each token has its weight version."""
     ends = [0, *(span.end for span in output.weight_versions)]
@@ -205,6 +218,14 @@ def _joined_routes(first: GenerationOutput, rest: GenerationOutput) -> RoutedExp
         return concat([first.routed_experts, rest.routed_experts])
     except RouteValueError as error:
         raise JoinError(f"rows of routed experts of {first.rid} and {rest.rid}: {error}") from None
+
+
+def _joined_states(first: GenerationOutput, rest: GenerationOutput) -> HiddenStates | None:
+    parts = [states for states in (first.hidden_states, rest.hidden_states) if states is not None]  # None: no rows
+    try:
+        return HiddenStates.joined(parts) if parts else None
+    except HiddenStatesError as error:
+        raise JoinError(f"{first.rid} and {rest.rid}: {error}") from None
 
 
 # --- the seed ----------------------------------------------------------------------------------------------------

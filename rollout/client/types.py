@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
+from capture.hidden_states import HiddenStates
 from capture.routed_experts import RoutedExperts
 from capture.sampling_mask import SamplingMask
 from capture.token_logprobs import TokenLogprobs
@@ -32,6 +33,9 @@ class GenerateOptions(TypedDict, total=False):
     routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
     replay_routed_experts: RoutedExperts | Sequence[RoutedExperts | None]  # in place of the routers' choices
     return_sampling_mask: bool  # the ids that top-k, top-p and min-p left at each token
+    return_hidden_states: bool
+    hidden_state_layers: Sequence[int]  # 0 the embedding, n after n layers, -1 (the default) after the final norm
+    hidden_states_start_len: int  # token position of the first row, 0 .. prompt length
     rid: str | Sequence[str]
     lora_path: str | Sequence[str | None]  # the name of an adapter, or one per prompt
     extra_key: str  # partitions the prefix cache
@@ -150,6 +154,7 @@ class GenerationOutput:
     logprob_arrays: TokenLogprobs | None = None  # all log-probabilities of the output in the compact form
     prompt_logprob_arrays: TokenLogprobs | None = None
     routed_experts: RoutedExperts | None = None
+    hidden_states: HiddenStates | None = None
     sampling_mask: SamplingMask | None = None
     sampling_logprobs: list[float] | None = None  # of each token among the tokens of its mask
     prompt_ids: list[int] | None = None  # with `return_prompt_token_ids`

@@ -22,7 +22,7 @@ import torch
 class StepKind(enum.IntEnum):
     """The kinds of steps that captures tell apart.  A step of several ranks is of the least kind of any rank."""
 
-    GIVEN_ROUTES = 0  # routers follow, in some rows
+    IN_PYTHON = 0  # routers follow given routes in some rows, or hidden states between layers are wanted
     PROMPTS = 1  # with or without requests that decode
     DECODE = 2  # alone, or nothing at all
 
@@ -96,7 +96,7 @@ class ForwardBatch:
     window: WindowOperands | None = None  # None: window layers use the main KV pool
 
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
-    kind_everywhere: StepKind = StepKind.GIVEN_ROUTES
+    kind_everywhere: StepKind = StepKind.IN_PYTHON
     """The least kind of all attention-DP ranks.  It is read where there are several."""
 
     def kv_slots(self, window: int | None) -> torch.Tensor:

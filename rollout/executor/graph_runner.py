@@ -145,6 +145,10 @@ class GraphRunner:
         self._buffers.fill(batch)
         return self._planned(step, StepPlan(size, batch.num_tokens, is_adapted))
 
+    def skip(self) -> None:
+        """Note that the next step is not replayed, on any rank, so that `sample` returns None for it."""
+        self._plan = None
+
     def _size_for(self, batch: ForwardBatch) -> int | None:
         """Return the size that the step is padded to, or None if it is not replayed; the same on all ranks.
 

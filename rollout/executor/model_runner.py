@@ -22,7 +22,7 @@ from rollout.distributed.communicator import share_sizes
 from rollout.executor.graph_runner import GraphRunner
 from rollout.executor.piece_runner import PieceRunner
 from rollout.executor.recorded_forward import RecordedForward
-from rollout.layers.context import ForwardContext, SliceRoutes, States
+from rollout.layers.context import ForwardContext, LayerStates, SliceRoutes, States
 from rollout.memory.kv_pool import KVPool
 from rollout.memory.state_pool import StatePool
 from rollout.model.model_state import ModelState, ServingEpoch
@@ -82,23 +82,39 @@ class ModelRunner:
         """True while the routers' choices have a reader."""
         return self.route_store is not None or bool(self.route_observers)
 
-    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
+    def forward(
+        self, batch: ForwardBatch, layer_states: LayerStates | None = None
+    ) -> tuple[torch.Tensor, StepRoutes | None]:
         """Run the step.  Returns its hidden states [T, D], and its routes if they are recorded.
 
         The caller passes the routes to `keep_routes`, step by step.  This call reads nothing back from the device.
-        Ranks that share tokens all get the routes of all rows, even if each of them routed a slice.
+        Ranks that share tokens all get the routes of all rows, even if each of them routed a slice.  `layer_states`
+        keeps hidden states between layers, which a recording has not: such a step runs in Python.
         """
+        replayed = self._replayed(batch, layer_states)
+        hidden_TD, ids_TLK = self._computed(batch, layer_states) if replayed is None else replayed
+        return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
+
+    def _replayed(
+        self, batch: ForwardBatch, layer_states: LayerStates | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return the results of `_computed` by a replay; None if no recording holds the step."""
+        if layer_states is not None:
+            if self.graphs is not None:
+                self.graphs.skip()
+            return None
         replayed = None if self.graphs is None else self.graphs.forward(batch, self.wants_routes)
         if replayed is None and self.pieces is not None:
             replayed = self.pieces.forward(batch, self.wants_routes)
-        hidden_TD, ids_TLK = self._computed(batch) if replayed is None else replayed
-        return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
+        return replayed
 
     def sample_replayed(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
         """Sample the step that was forwarded last as `Sampler.sample` does, if its sampling was captured; else None."""
         return None if self.graphs is None else self.graphs.sample(info, positions_N)
 
-    def _computed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _computed(
+        self, batch: ForwardBatch, layer_states: LayerStates | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the hidden states [T, D] and, if they are recorded, the logical ids [T, L, K]."""
         model = self.state.model
         wants_routes = self.wants_routes
@@ -117,8 +133,8 @@ class ModelRunner:
         if self.state_pool is not None and batch.states is not None:
             device = self.kv_pool.k[0].device
             states = States(self.state_pool, StateOperands(*(to_device(table, device) for table in batch.states)))
-        context = ForwardContext(batch, self.attention, hooks, slices, states)
-        if self.recorded is None:
+        context = ForwardContext(batch, self.attention, hooks, slices, states, layer_states)
+        if self.recorded is None or layer_states is not None:
             hidden_TD = model(batch, context)
         else:
             hidden_TD, played = self.recorded(batch, context, self.state.placement.epoch, written)

@@ -97,7 +97,7 @@ class PieceRunner:
         if counts is None:
             counts, is_free = [batch.num_tokens], batch.forced_routes is None
         else:
-            is_free = batch.kind_everywhere is not StepKind.GIVEN_ROUTES
+            is_free = batch.kind_everywhere is not StepKind.IN_PYTHON
         if not is_free or batch.states is not None or not 0 < max(counts) <= self.sizes[-1]:
             return None
         return self.sizes[bisect_left(self.sizes, max(counts))]

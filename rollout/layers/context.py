@@ -1,11 +1,11 @@
 """`ForwardContext`: the inputs of a step's layers in addition to its tokens.  Passed explicitly, never global.
 
-Shapes: T tokens, t tokens of this rank's slice, L MoE layers, K top-k.
+Shapes: T tokens, t tokens of this rank's slice, D hidden, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch, StateOperands
+from rollout.layers.norm_rotary import Hidden, RMSNorm
 from rollout.memory.state_pool import StatePool
 
 # Called by every MoE layer with its ordinal among the MoE layers and the logical expert ids [T, K], before they are
@@ -59,6 +60,29 @@ class States(NamedTuple):
     operands: StateOperands
 
 
+class LayerStates:
+    """Keeps the hidden states of a step in front of chosen layers: the residual stream that enters each of them.
+
+    The stream is copied, so that the step computes the same bits as without it.
+    """
+
+    def __init__(self, layers: Collection[int]) -> None:
+        self._layers = layers
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def take(self, layer: int, residual_TD: torch.Tensor, hidden: Hidden, norm: RMSNorm) -> None:
+        """Keep `residual + hidden` as `norm`, the layer's own, adds them, if the layer is a chosen one."""
+        if layer in self._layers:
+            stream_TD = residual_TD.clone()
+            if hidden is not None:
+                norm(stream_TD, hidden)
+            self._kept[layer] = stream_TD
+
+    def of(self, layer: int) -> torch.Tensor:
+        """Return the stream [T, D] in front of a chosen layer."""
+        return self._kept[layer]
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """One step.  `attention.plan(batch)` has been called.
@@ -71,3 +95,4 @@ class ForwardContext:
     route_hooks: Sequence[RouteHook] = ()
     slice_routes: SliceRoutes | None = None
     states: States | None = None
+    layer_states: LayerStates | None = None  # None: no layer's hidden states are wanted

@@ -105,8 +105,10 @@ class Decoder(Layer):
         angles: dict[RotarySpec | None, torch.Tensor] = {}
         for rotary, table in self.rotary_tables.items():
             angles[rotary] = table.angles(batch.positions)
-        residual_TD, hidden = self.embed_tokens(batch.input_ids), None
-        for layer in self.layers:
+        residual_TD, hidden, kept = self.embed_tokens(batch.input_ids), None, context.layer_states
+        for layer_id, layer in enumerate(self.layers):
+            if kept is not None:
+                kept.take(layer_id, residual_TD, hidden, layer.input_layernorm)
             hidden = layer(residual_TD, hidden, angles.get(layer.rotary), context)
         return self.norm(residual_TD, hidden)
 

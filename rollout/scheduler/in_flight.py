@@ -12,6 +12,7 @@ from rollout.core.host_copy import HostCopies
 from rollout.executor.model_runner import StepRoutes
 from rollout.model.model_state import ServingEpoch
 from rollout.sampling.base import SampledTokens, ScoredTokens
+from rollout.scheduler.hidden_rows import HiddenPart
 from rollout.scheduler.records import SampledRows
 from rollout.scheduler.req import Req
 from rollout.scheduler.verify import Observed, Verified
@@ -50,6 +51,7 @@ class InFlight(NamedTuple):
     sampled: Sequence[Sampled] = ()
     scored: Sequence[tuple[Req, ScoredTokens]] = ()
     pooled: Sequence[tuple[Req, torch.Tensor]] = ()
+    hidden: Sequence[HiddenPart] = ()
     verified: Verified | None = None
     observed: Observed | None = None
     is_idle: bool = False
@@ -67,6 +69,7 @@ class InFlight(NamedTuple):
             sampled=[part._replace(tokens=copies.copy_all(part.tokens)) for part in self.sampled],
             scored=[(req, copies.copy_all(scored)) for req, scored in self.scored],
             pooled=[(req, copies.copy(rows)) for req, rows in self.pooled],
+            hidden=[part._replace(rows_nLD=copies.copy(part.rows_nLD)) for part in self.hidden],
             verified=self.verified and self.verified._replace(tokens=copies.copy_all(self.verified.tokens)),
             copies=copies,
         )

@@ -303,6 +303,7 @@ class RecordReader:
             routed_experts=self._routes(req, slots, epochs),
             prompt_logprobs=_prompt_logprobs(req.prompt_record) if req.prompt_record else None,
             pooled=pooled_rows(req.output.pool) if req.output.pool and reason.type != "abort" else None,
+            hidden_states=req.output.hidden.message() if req.output.hidden else None,
             drafts=req.output.drafts,
         )
 

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from rollout.core.adapter_names import key_of_kv
+from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.pooling import PoolingParams
-from rollout.core.messages.req_output import DraftTally, FinishReason, VersionSpan
+from rollout.core.messages.req_output import DraftTally, FinishReason, HiddenDtype, HiddenStatesRows, VersionSpan
 from rollout.core.sampling_params import SamplingParams
 from rollout.grammar.restriction import Restriction
 from rollout.memory.sequence import CachedSequence
@@ -24,6 +25,13 @@ from rollout.model.model_state import ServingEpoch
 from rollout.sampling.batch_info import SamplingRow
 from rollout.scheduler.alternatives import AlternativesRecord
 from rollout.text.detokenizer import IncrementalDetokenizer
+
+_HIDDEN_DTYPES: dict[torch.dtype, HiddenDtype] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
 
 
 class VersionMarks:
@@ -68,6 +76,44 @@ class PoolRecord:
 
 
 @dataclass(eq=False, slots=True)
+class HiddenRecord:
+    """Append-only record of hidden states: `num_rows` rows [L, D] of the tokens from `params.start` on.
+
+    `data` has their numbers, of `dtype`, which is None before the first row.
+    """
+
+    params: HiddenStatesParams
+    num_rows: int = 0
+    data: bytearray = field(default_factory=bytearray)
+    dtype: HiddenDtype | None = None
+    hidden_size: int = 0
+    versions: VersionMarks = field(default_factory=VersionMarks)  # over rows
+
+    @property
+    def next_position(self) -> int:
+        return self.params.start + self.num_rows
+
+    def append(self, rows_nLD: torch.Tensor, epoch: ServingEpoch) -> None:
+        """Append the next rows, which are on the host and computed by `epoch`."""
+        self.versions.note(epoch, self.num_rows)
+        self.num_rows += len(rows_nLD)
+        self.dtype, self.hidden_size = _HIDDEN_DTYPES[rows_nLD.dtype], rows_nLD.shape[2]
+        self.data += rows_nLD.contiguous().view(torch.uint8).numpy().tobytes()
+
+    def message(self) -> HiddenStatesRows | None:
+        """Return the rows so far; None if there is none."""
+        if self.dtype is None:
+            return None
+        return HiddenStatesRows(
+            data=bytes(self.data),
+            dtype=self.dtype,
+            shape=(self.num_rows, len(self.params.layers), self.hidden_size),
+            start=self.params.start,
+            versions=self.versions.spans(self.num_rows),
+        )
+
+
+@dataclass(eq=False, slots=True)
 class OutputRecord:
     """Append-only record with one entry for each sampled token, parallel to `output_ids`; or with pooled rows.
 
@@ -82,6 +128,7 @@ class OutputRecord:
     kept_logprobs: list[np.ndarray] = field(default_factory=list)  # float32 [m]
     versions: VersionMarks = field(default_factory=VersionMarks)
     pool: PoolRecord | None = None  # None: the request pools nothing
+    hidden: HiddenRecord | None = None  # None: it wants no hidden states
     restriction: Restriction | None = None
     drafts: DraftTally | None = None  # None: none of its steps verified a draft
 
@@ -167,7 +214,8 @@ class Req(CachedSequence):
         self.end_ids = end_ids  # token ids that finish the request
         self.stop_text = stop_text  # of the output, with special tokens; None without stop strings
         pool = None if source.pooling is None else PoolRecord(source.pooling)
-        self.output = OutputRecord(pool=pool, restriction=restriction)
+        hidden = None if source.hidden_states is None else HiddenRecord(source.hidden_states)
+        self.output = OutputRecord(pool=pool, hidden=hidden, restriction=restriction)
         wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
         self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
         self.cached_tokens = 0  # prefix hit of the last admission before any retraction
@@ -240,9 +288,11 @@ class Req(CachedSequence):
         Tokens whose logits or hidden states are wanted are computed, too.
         """
         limit = super().matchable_len
-        pool = self.output.pool
+        pool, hidden = self.output.pool, self.output.hidden
         if pool is not None and pool.params.reads_all:
             limit = min(limit, pool.next_position)
+        if hidden is not None:
+            limit = min(limit, hidden.next_position)
         return limit if self.prompt_record is None else min(limit, self.prompt_record.next_position)
 
     @property

@@ -22,7 +22,7 @@ from rollout.core.forward_batch import ForwardBatch, StepKind
 from rollout.core.host_copy import to_device
 from rollout.core.messages.req_output import FinishReason
 from rollout.executor.input_builder import ExtendInput, build_forward_batch
-from rollout.executor.model_runner import ModelRunner
+from rollout.executor.model_runner import ModelRunner, StepRoutes
 from rollout.memory.cache_manager import CacheManager
 from rollout.model.adapters import slots_of_tokens
 from rollout.model.model_state import ServingEpoch
@@ -30,6 +30,7 @@ from rollout.sampling.base import Sampler, ScoredTokens
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.drafting import Drafting
+from rollout.scheduler.hidden_rows import HiddenPart, HiddenRows, enter_hidden
 from rollout.scheduler.in_flight import InFlight, RankCounts, Sampled
 from rollout.scheduler.policy import StepPlan
 from rollout.scheduler.pooling import take_rows
@@ -77,6 +78,7 @@ class StepRunner:
         self._generation = -1
         self._decode_adapters: tuple[int, torch.Tensor | None] = (-1, None)  # of that generation's requests
         self._unfinished: InFlight | None = None  # the step that was launched last
+        self._hidden = HiddenRows(runner.state.model.config.num_hidden_layers)
         self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests replays routes
 
     @property
@@ -119,9 +121,7 @@ class StepRunner:
         if counts is not None:
             batch.global_num_tokens, batch.kind_everywhere = counts
         phase("build")
-        hidden_TD, routes = self._runner.forward(batch)
-        if self._drafting is not None and self._drafting.needs_hidden:
-            self._drafting.see(list(spans_of(plan, verified)), hidden_TD)
+        hidden_TD, routes, hidden = self._forward(plan, verified, batch)
         observed = None
         if routes is not None and self._runner.observes_later:
             observed = Observed(batch, routes.rows_TLK, sum(item.count for item in extends))
@@ -159,7 +159,19 @@ class StepRunner:
             sampled.append(Sampled(rows, tokens, decodes.advance()))
         ending = [part.rows.reqs[row] for part in sampled for row in part.last]
         ending += [req for req in completed if not req.samples]
-        return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored, pooled, drafted, observed)
+        parts = (completed, ending, sampled, scored, pooled, hidden, drafted, observed)
+        return InFlight(epoch, self._num_ended, routes, *parts)
+
+    def _forward(
+        self, plan: StepPlan, verified: VerifiedRows | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, StepRoutes | None, Sequence[HiddenPart]]:
+        """Run the model.  Returns its hidden states, its routes, and the rows that requests want of the states."""
+        wanted = self._hidden.wanted(plan)
+        kept = self._hidden.between(wanted)
+        hidden_TD, routes = self._runner.forward(batch, kept)
+        if self._drafting is not None and self._drafting.needs_hidden:
+            self._drafting.see(list(spans_of(plan, verified)), hidden_TD)
+        return hidden_TD, routes, self._hidden.take(plan, verified, hidden_TD, kept) if wanted else ()
 
     def _verified_rows(self, plan: StepPlan) -> VerifiedRows:
         device = self._cache.pool.newest_tokens.device
@@ -257,8 +269,8 @@ class StepRunner:
 
     def kind_of(self, plan: StepPlan) -> StepKind:
         """Return the kind of this rank's step."""
-        if self._replays(plan):
-            return StepKind.GIVEN_ROUTES
+        if self._replays(plan) or self._hidden.between(self._hidden.wanted(plan)) is not None:
+            return StepKind.IN_PYTHON
         return StepKind.PROMPTS if plan.extends or plan.drafts else StepKind.DECODE
 
     def _replays(self, plan: StepPlan) -> bool:
@@ -359,6 +371,7 @@ class StepRunner:
             self._drafting.note(step.verified.rows, counts)
             outgoing += news
             num_entered += sum(counts)
+        enter_hidden(step.hidden, step.epoch)
         if step.observed is not None:
             verified_rows = None if step.verified is None else step.verified.rows
             kept = step.observed.kept(verified_rows, counts, self._runner.state.model.parallel.attn_dp)

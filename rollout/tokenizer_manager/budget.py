@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollout.core.errors import TooLarge
+from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
 from rollout.tokenizer_manager.response import RouteShape
@@ -68,7 +69,9 @@ KINDS: Mapping[str, Kind] = {
     "mask_logprob": Kind("log-probabilities of sampling masks", 28, 96, 28, UNITS // 2),
     "route_byte": Kind("bytes of routed experts", 1.5, 0, 5),
     "pooled": Kind("pooled numbers", 4, 56, 16),
-    "encoded_byte": Kind("bytes of encoded routes", 2, 1.5, 0),
+    "hidden_byte": Kind("bytes of hidden states", 1.5, 0, 5),
+    "hidden_number": Kind("numbers of hidden states in lists", 0, 60, 0),
+    "encoded_byte": Kind("bytes of encoded routes or hidden states", 2, 1.5, 0),
 }
 """The kinds that are counted: a sample, a prompt and its fields; then the fields that come with each token."""
 
@@ -86,6 +89,7 @@ class AnswerForm:
     mask_columns: bool = False
     routes_format: RoutesFormat = "compatible"
     prompt_ids: bool = False
+    hidden_lists: bool = True
 
     @classmethod
     def of(cls, request: GenerateReqInput) -> AnswerForm:
@@ -96,6 +100,7 @@ class AnswerForm:
             mask_columns=request.sampling_mask_format != "lists",
             routes_format=request.routed_experts_format,
             prompt_ids=request.return_prompt_token_ids,
+            hidden_lists=request.hidden_form != "compact",
         )
 
 
@@ -116,16 +121,28 @@ class BudgetLimits:
             )
 
 
+class HiddenSize(NamedTuple):
+    """The size of a model's hidden state: its numbers, and the bytes of each."""
+
+    numbers: int
+    number_bytes: int
+
+
 class RequestBudget:
     """The account of one request: `add` its prompts, then `require` that it fits."""
 
     def __init__(
-        self, limits: BudgetLimits, form: AnswerForm, routes: RouteShape, vocab_size: int, hidden_size: int = 0
+        self,
+        limits: BudgetLimits,
+        form: AnswerForm,
+        routes: RouteShape,
+        vocab_size: int,
+        hidden: HiddenSize,
     ) -> None:
         self._limits = limits
         self._form = form
         self._routes = routes
-        self._hidden_size = hidden_size
+        self._hidden = hidden
         self._max_ids = min(limits.mask_tokens, vocab_size)
         self._total: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._largest_built = 0.0  # bytes of the largest sample while it is built
@@ -183,12 +200,22 @@ class RequestBudget:
         if source.return_sampling_mask:
             counts |= self._masks(source)
         if source.pooling is not None:
-            counts["pooled"] = (prompt_len if source.pooling.kind == "all" else 1) * self._hidden_size
+            counts["pooled"] = (prompt_len if source.pooling.kind == "all" else 1) * self._hidden.numbers
         if source.return_routed_experts:
             rows = max(prompt_len + new - 1 - source.routed_experts_start_len, 0)
             counts["route_byte"] = rows * self._routes.token_bytes
             counts["encoded_byte"] = rows * self._routes.encoded_bytes(form.routes_format)
+        if source.hidden_states is not None:
+            self._count_hidden(counts, source.hidden_states, prompt_len + new)
         return counts
+
+    def _count_hidden(self, counts: dict[str, int], params: HiddenStatesParams, num_tokens: int) -> None:
+        numbers = (num_tokens - params.start) * len(params.layers) * self._hidden.numbers
+        counts["hidden_byte"] = numbers * self._hidden.number_bytes
+        if self._form.hidden_lists:
+            counts["hidden_number"] = numbers
+        else:
+            counts["encoded_byte"] = counts.get("encoded_byte", 0) + -(-counts["hidden_byte"] * 4 // 3)
 
     def _masks(self, source: TokenizedGenerateReqInput) -> dict[str, int]:
         """Return the counts of a sample's masks, as large as the request states."""

@@ -25,6 +25,7 @@ from rollout.core.known_fields import (
     shown,
     unknown_field,
 )
+from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.pooling import PoolingParams
 from rollout.core.sampling_params import MAX_N, SamplingLogprobsMode, SamplingParams, sampling_params_from_dict
@@ -42,12 +43,16 @@ MAX_LOGGED_NAMES = 256
 """Names of unknown fields in the log: they come from clients."""
 MAX_RID_CHARS = 512
 MAX_SESSION_ID_CHARS = 512
+MAX_HIDDEN_LAYERS = 1024
 MAX_EXTRA_KEY_CHARS = 512
 """Limit of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
 
 RoutesFormat = Literal["compatible", "compact", "npy", "dict", "packed"]
 MaskFormat = Literal["lists", "csr", "slime"]
 LogprobsFormat = Literal["nested", "compact"]
+HiddenFormat = Literal["nested", "compact"]
+HiddenForm = Literal["rows", "layers", "compact"]
+"""Lists of rows, of the rows of each layer, or bytes."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +76,8 @@ class GenerateReqInput:
     `model`: the name of the base model or of an adapter, and `lora_path`: the name of an adapter, None for neither.
     `hidden`: "logprobs" or "routes" that the server records for itself, and that the answer does not show.
     `pooling`: rows of the prompt's hidden states are wanted, and no tokens.
+    `return_hidden_states`: hidden states of `hidden_state_layers`, by default after the final norm, of the tokens from
+    position `hidden_states_start_len` on.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
 
@@ -94,6 +101,10 @@ class GenerateReqInput:
     sampling_logprobs_mode: SamplingLogprobsMode | None = None
     sampling_mask_format: MaskFormat = "lists"
     logprobs_format: LogprobsFormat = "nested"
+    return_hidden_states: bool | list[bool] = False
+    hidden_state_layers: list[int] | None = None
+    hidden_states_start_len: int = 0
+    hidden_states_format: HiddenFormat = "nested"
     model: str | None = None
     lora_path: str | list[str | None] | None = None
     extra_key: str | None = None
@@ -115,6 +126,13 @@ class GenerateReqInput:
         if self.text is None:
             return []
         return [self.text] if isinstance(self.text, str) else self.text
+
+    @property
+    def hidden_form(self) -> HiddenForm:
+        """The form of hidden states in the answer."""
+        if self.hidden_states_format == "compact" or self.is_binary:
+            return "compact"
+        return "rows" if self.hidden_state_layers is None else "layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +193,12 @@ def expand(
         for asked, each in zip(_column("return_sampling_mask", request.return_sampling_mask, count, is_batch), params)
     ]
     shared["sampling_logprobs_mode"] = request.sampling_logprobs_mode or "selected"
+    layers = (-1,) if request.hidden_state_layers is None else tuple(request.hidden_state_layers)
+    hidden = HiddenStatesParams(layers=layers, start=request.hidden_states_start_len)
+    columns["hidden_states"] = [
+        hidden if asked else None
+        for asked in _column("return_hidden_states", request.return_hidden_states, count, is_batch)
+    ]
     messages, lengths = [], []
     for index, rid in enumerate(rids):
         first, *siblings = _samples(rid, params[index])
@@ -206,6 +230,8 @@ def _check_shared(request: GenerateReqInput) -> None:
         raise BadRequest("sampling_logprobs_mode needs return_sampling_mask")
     if request.logprobs_format == "compact" and request.return_text_in_logprobs:
         raise BadRequest("logprobs_format compact holds no text: leave out return_text_in_logprobs")
+    if request.hidden_state_layers is not None and not request.return_hidden_states:
+        raise BadRequest("hidden_state_layers needs return_hidden_states")
     if not 0 <= request.replay_routed_experts_start_len < 2**31:
         raise BadRequest(f"replay_routed_experts_start_len must be in 0..{2**31 - 1}")
 

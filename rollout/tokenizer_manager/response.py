@@ -26,7 +26,14 @@ from rollout.core.specs.model_config import ModelConfig
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.binary_response import add_logprob_arrays, id_array, route_array
 from rollout.tokenizer_manager.compact_logprobs import output_logprobs, prompt_logprobs, row_spans
-from rollout.tokenizer_manager.request import GenerateReqInput, LogprobsFormat, MaskFormat, RoutesFormat
+from rollout.tokenizer_manager.hidden_response import add_hidden_states
+from rollout.tokenizer_manager.request import (
+    GenerateReqInput,
+    HiddenForm,
+    LogprobsFormat,
+    MaskFormat,
+    RoutesFormat,
+)
 from rollout.tokenizer_manager.sample import AlternativeArrays, MaskRecord, SampleRecord, message_arrays
 
 HEAVY = 4096
@@ -92,6 +99,7 @@ class ResponseForm:
     kept_ids: frozenset[int] = frozenset()
     ignored_fields: Sequence[str] = ()  # the unknown ones of the request
     is_binary: bool = False  # msgpack with arrays, see `binary_response`
+    hidden_form: HiddenForm = "rows"
     hidden: frozenset[str] = frozenset()  # "logprobs" or "routes" that the record has and the answer has not
 
     @classmethod
@@ -115,6 +123,7 @@ class ResponseForm:
             kept_ids=frozenset() if tokenizer is None else tokenizer.vocabulary.ids_of(request.kept_special_tokens),
             ignored_fields=ignored_fields,
             is_binary=request.is_binary,
+            hidden_form=request.hidden_form,
             hidden=request.hidden,
         )
 
@@ -162,7 +171,7 @@ def build_response(
 
 
 def weight(record: SampleRecord) -> int:
-    """Return the size of the response: its tokens, their entries, and the bytes of routes over 16."""
+    """Return the size of the response: its tokens, their entries, and the bytes of routes and hidden states over 16."""
     source, finished = record.source, record.finished
     entries = 1 + source.top_logprobs_num + len(source.token_ids_logprob or ()) if source.return_logprob else 0
     total = len(record.output_ids) * (1 + entries)
@@ -170,6 +179,7 @@ def weight(record: SampleRecord) -> int:
     if finished is not None:
         total += len(finished.prompt_logprobs.values) * entries if finished.prompt_logprobs is not None else 0
         total += len(finished.routed_experts.data) // 16 if finished.routed_experts is not None else 0
+        total += len(finished.hidden_states.data) // 16 if finished.hidden_states is not None else 0
     return total
 
 
@@ -207,6 +217,8 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
         if record.source.return_routed_experts and "routes" not in form.hidden:
             payload = finished.routed_experts or _no_rows(record, finished, form.route_shape)
             _add_routes(meta, payload, form)
+        if record.source.hidden_states is not None:
+            add_hidden_states(meta, record, finished, form.hidden_form, is_binary=form.is_binary)
     return meta
 
 

@@ -121,7 +121,7 @@ class SampleRecord:
         assert self.finished is not None
         self.output_ids, self.output_logprobs, self.output_mask = [], [], MaskRecord()
         self.output_alternatives = AlternativesBuffer(0, 0)
-        self.finished.routed_experts = self.finished.prompt_logprobs = None
+        self.finished.routed_experts = self.finished.prompt_logprobs = self.finished.hidden_states = None
 
     def append(self, output: ReqOutput, now: float) -> None:
         """Add what the scheduler reports at time `now`.

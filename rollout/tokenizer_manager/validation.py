@@ -8,14 +8,16 @@ from typing import Any
 
 import msgspec
 
+from capture.hidden_states import number_bytes
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.io_struct import SchedulerReady, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.specs.heads import Head, LabelsSpec
 from rollout.core.specs.model_config import ModelConfig
 from rollout.text.tokenizer import Tokenizer
-from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits, RequestBudget
+from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits, HiddenSize, RequestBudget
 from rollout.tokenizer_manager.replay import check_replay
 from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, ExpandedRequest
 from rollout.tokenizer_manager.response import RouteShape
@@ -47,6 +49,7 @@ class ServingLimits:
     names: ServedNames = field(default_factory=ServedNames)
     head: Head = "vocabulary"
     hidden_size: int = 1
+    hidden_dtype: str = "float32"
 
     @classmethod
     def of(
@@ -72,6 +75,7 @@ class ServingLimits:
             names=ServedNames(args.names, ready.adapters if args.enable_lora else None),
             head=config.head,
             hidden_size=config.hidden_size,
+            hidden_dtype=config.torch_dtype if args.dtype == "auto" else args.dtype,
         )
 
     def room(self, prompt_len: int) -> int:
@@ -96,7 +100,8 @@ def check_messages(expanded: ExpandedRequest, limits: ServingLimits, form: Answe
     several prompts share are checked once.  Raises `BadRequest`, `UnsupportedFeature` or `TooLarge`, naming the first
     thing that is wrong.
     """
-    budget = RequestBudget(limits.budget, form, limits.route_shape, limits.vocab_size, limits.hidden_size)
+    hidden = HiddenSize(limits.hidden_size, number_bytes(limits.hidden_dtype))
+    budget = RequestBudget(limits.budget, form, limits.route_shape, limits.vocab_size, hidden)
     shared = _SharedLists(limits)
     for source, length in zip(expanded.messages, expanded.lengths, strict=True):
         _check_prompt(source, length, limits, shared)
@@ -167,6 +172,8 @@ def _check_prompt(
     _check_length(prompt_len, params.max_new_tokens, limits)
     _check_logprobs(source, limits.vocab_size, shared)
     _check_routes(source, limits)
+    if source.hidden_states is not None:
+        source.hidden_states = _numbered(source.hidden_states, prompt_len, limits.route_shape.num_hidden_layers)
     if source.return_sampling_mask and not params.filters:
         raise BadRequest(
             "return_sampling_mask: with top_p 1, top_k -1 and min_p 0 every token of the vocabulary can be sampled; "
@@ -265,3 +272,23 @@ def _check_routes(source: TokenizedGenerateReqInput, limits: ServingLimits) -> N
         raise UnsupportedFeature(
             "return_routed_experts: this server does not record routes; start it with --enable-return-routed-experts"
         )
+
+
+def _numbered(params: HiddenStatesParams, prompt_len: int, num_layers: int) -> HiddenStatesParams:
+    """Return the choices with layers counted from 0.  Raises `BadRequest` for ones that the model or prompt lacks."""
+    if not 0 <= params.start <= prompt_len:
+        raise BadRequest(
+            f"hidden_states_start_len must be in 0..{prompt_len} (the prompt's length), got {params.start}"
+        )
+    if not params.layers:
+        raise BadRequest("hidden_state_layers is empty: leave it out for the states after the final norm")
+    for layer in params.layers:
+        if not -num_layers - 1 <= layer <= num_layers:
+            raise BadRequest(
+                f"hidden_state_layers must be in 0..{num_layers} (0 is the embedding, {num_layers} the final norm), or "
+                f"negative from the end, got {layer}"
+            )
+    layers = tuple(layer if layer >= 0 else num_layers + 1 + layer for layer in params.layers)
+    if len(set(layers)) < len(layers):
+        raise BadRequest("hidden_state_layers names a layer twice")
+    return msgspec.structs.replace(params, layers=layers)

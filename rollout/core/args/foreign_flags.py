@@ -58,7 +58,7 @@ SWITCHES = frozenset(
         *("disable_cuda_graph_padding", "enable_torch_compile"),
         *("enable_p2p_check", "enable_symm_mem", "skip_server_warmup", "enable_nccl_nvls"),
         *("disable_shared_experts_fusion", "disable_chunked_prefix_cache", "enable_mixed_chunk"),
-        "enable_draft_weights_cpu_backup",
+        *("enable_draft_weights_cpu_backup", "enable_return_hidden_states"),
         *("log_requests", "show_time_cost", "collect_tokens_histogram", "enable_cache_report"),
         *("enable_two_batch_overlap", "enable_dp_lm_head", "disable_fast_image_processor", "is_embedding"),
         # both

@@ -21,6 +21,7 @@ from rollout.core.messages import sessions as session_io_struct
 from rollout.core.messages import weight_check as weight_check_io_struct
 from rollout.core.messages import weights as weight_io_struct
 from rollout.core.messages.adapters import AdaptersChanged
+from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.message import (
     GET_AND_POST,
     AnyRank,
@@ -76,6 +77,7 @@ class TokenizedGenerateReqInput(Message):
     replay: ReplayedRoutes | None = None  # takes the place of the routers' choices; `extra_key` is of these routes
     session_id: str | None = None  # whose prefix is kept for a while after it has ended
     pooling: PoolingParams | None = None  # it pools its prompt, and generates nothing
+    hidden_states: HiddenStatesParams | None = None  # None: none are wanted
     siblings: list[tuple[str, int | None]] = []  # rid and sampling seed of each sample but the first
 
     @staticmethod

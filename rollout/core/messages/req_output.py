@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+HiddenDtype = Literal["bfloat16", "float16", "float32", "float64"]
+
 
 class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`stop` carries `matched`, `length` carries `length`, `abort` carries `message` and for refusals `status_code`."""
@@ -117,6 +119,19 @@ class PooledRows(msgspec.Struct, kw_only=True, omit_defaults=True):
     versions: list[VersionSpan] = []
 
 
+class HiddenStatesRows(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Hidden states `shape` [tokens, layers, hidden size] of the tokens from `start` on: little-endian `dtype`.
+
+    `versions` are spans over the rows: which weights computed them.
+    """
+
+    data: bytes
+    dtype: HiddenDtype
+    shape: tuple[int, int, int]
+    start: int
+    versions: list[VersionSpan] = []
+
+
 class DraftTally(msgspec.Struct):
     """Counts of one request: steps that verified a draft, the drafted tokens, and the kept ones of them.
 
@@ -152,6 +167,7 @@ class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     routed_experts: RoutedExpertsPayload | None = None
     prompt_logprobs: PromptLogprobs | None = None
     pooled: PooledRows | None = None  # None: it pools nothing, or ended before
+    hidden_states: HiddenStatesRows | None = None  # None: none were wanted, or it ended before its first forward
     drafts: DraftTally | None = None  # None: the server drafts nothing
 
 

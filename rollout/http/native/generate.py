@@ -28,13 +28,20 @@ from rollout.http.protocol import TokenIds, refuse_unsupported
 from rollout.tokenizer_manager.binary_response import MEDIA_TYPE
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
-from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, LogprobsFormat, RoutesFormat
+from rollout.tokenizer_manager.request import (
+    MAX_EXTRA_KEY_CHARS,
+    MAX_HIDDEN_LAYERS,
+    GenerateReqInput,
+    HiddenFormat,
+    LogprobsFormat,
+    RoutesFormat,
+)
 
 
 class GenerateRequest(AnyGeneration):
     """POST /generate.  Lists of prompts make a batch; other fields then take one value or a list."""
 
-    unsupported = UNSUPPORTED_GENERATE_FIELDS
+    unsupported = UNSUPPORTED_GENERATE_FIELDS - {"return_hidden_states"}
     other_names = FIELDS_OF_SAMPLING_PARAMS
 
     text: str | list[str] | None = None
@@ -57,6 +64,10 @@ class GenerateRequest(AnyGeneration):
     sampling_logprobs_mode: SamplingLogprobsMode | None = None
     sampling_mask_format: Literal["lists", "csr"] = "lists"
     logprobs_format: LogprobsFormat = "nested"
+    return_hidden_states: bool | list[bool] = False
+    hidden_state_layers: Annotated[list[Int64], Field(max_length=MAX_HIDDEN_LAYERS)] | None = None
+    hidden_states_start_len: Int64 = 0
+    hidden_states_format: HiddenFormat = "nested"
     priority: Int64 = 0
 
     def to_request(self, headers: Mapping[str, str]) -> GenerateReqInput:
