@@ -56,6 +56,15 @@ class HiddenStates:
     def __len__(self) -> int:
         return len(self.raw_TLD)
 
+    def __eq__(self, other: object) -> bool:
+        """Compare bits and facts: NaN equals itself."""
+        if not isinstance(other, HiddenStates):
+            return NotImplemented
+        return self._facts() == other._facts() and self.raw_TLD.tobytes() == other.raw_TLD.tobytes()
+
+    def _facts(self) -> tuple[tuple[int, ...], str, tuple[int, ...], int, tuple[VersionSpan, ...]]:
+        return self.raw_TLD.shape, self.dtype, self.layers, self.start, self.weight_versions
+
     @property
     def values(self) -> np.ndarray:
         """The numbers [T, L, D] as float32, or as float64 from an engine that computes in it.  No bit is lost."""

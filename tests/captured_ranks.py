@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.io_struct import BatchTokenOutput, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.distributed import communicator
@@ -94,11 +95,12 @@ def captured_ranks(pieces: list[int] | None = None) -> Iterator[pytest.MonkeyPat
 
 
 class Ask(NamedTuple):
-    """A request: `params` of its sampling, and the data-parallel rank that gets it."""
+    """A request: `params` of its sampling, the data-parallel rank that gets it, and hidden states that it wants."""
 
     prompt: list[int]
     params: dict[str, Any]
     dp_rank: int
+    hidden_states: HiddenStatesParams | None = None
 
     def message(self, rid: str) -> TokenizedGenerateReqInput:
         params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | self.params)
@@ -109,6 +111,7 @@ class Ask(NamedTuple):
             return_logprob=True,
             return_routed_experts=True,
             dp_rank=self.dp_rank,
+            hidden_states=self.hidden_states,
         )
 
 
@@ -116,6 +119,7 @@ class Answer(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     routes: bytes
+    hidden_states: bytes
 
 
 class Ran(NamedTuple):
@@ -191,9 +195,9 @@ def _run(args: ServerArgs, rank: int, asks: Sequence[Ask], meeting: str) -> Ran:
     counted = [0]
     compute = scheduler.runner._computed
 
-    def computed(batch: Any) -> Any:
+    def computed(*arguments: Any) -> Any:
         counted[0] += 1
-        return compute(batch)
+        return compute(*arguments)
 
     scheduler.runner._computed = computed  # type: ignore[method-assign]
     StandInGraphPool.num_replays = 0
@@ -205,12 +209,15 @@ def _run(args: ServerArgs, rank: int, asks: Sequence[Ask], meeting: str) -> Ran:
     for message in channel.outbox:
         if isinstance(message, BatchTokenOutput):
             for output in message.outputs:
-                known = answers.get(output.rid, Answer([], [], b""))
-                routes = output.finished.routed_experts if output.finished is not None else None
+                known = answers.get(output.rid, Answer([], [], b"", b""))
+                ended = output.finished
+                routes = None if ended is None else ended.routed_experts
+                states = None if ended is None else ended.hidden_states
                 answers[output.rid] = Answer(
                     known.token_ids + output.token_ids,
                     known.logprobs + list(output.logprobs.values if output.logprobs else []),
                     known.routes + (bytes(routes.data) if routes is not None else b""),
+                    known.hidden_states + (bytes(states.data) if states is not None else b""),
                 )
     assert not scheduler.has_work, "more turns are needed"
     return Ran(answers, StandInGraphPool.num_replays, counted[0])

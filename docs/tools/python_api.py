@@ -18,6 +18,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "outputs": (
         *("GenerateOptions", "Timeouts", "GenerationOutput", "FinishReason", "VersionSpan", "TokenLogprob"),
         *("RouteLayout", "ScoredSequence", "Classes", "RoutedExperts", "SamplingMask", "TokenLogprobs"),
+        "HiddenStates",
     ),
     "errors": (
         *("LockstepError", "BadRequest", "StartupError", "ClientError", "ServerError", "ServerUnreachable"),

@@ -82,38 +82,34 @@ class ModelRunner:
         """True while the routers' choices have a reader."""
         return self.route_store is not None or bool(self.route_observers)
 
-    def forward(
-        self, batch: ForwardBatch, layer_states: LayerStates | None = None
-    ) -> tuple[torch.Tensor, StepRoutes | None]:
+    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
         """Run the step.  Returns its hidden states [T, D], and its routes if they are recorded.
 
         The caller passes the routes to `keep_routes`, step by step.  This call reads nothing back from the device.
-        Ranks that share tokens all get the routes of all rows, even if each of them routed a slice.  `layer_states`
-        keeps hidden states between layers, which a recording has not: such a step runs in Python.
+        Ranks that share tokens all get the routes of all rows, even if each of them routed a slice.
         """
-        replayed = self._replayed(batch, layer_states)
-        hidden_TD, ids_TLK = self._computed(batch, layer_states) if replayed is None else replayed
-        return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
-
-    def _replayed(
-        self, batch: ForwardBatch, layer_states: LayerStates | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the results of `_computed` by a replay; None if no recording holds the step."""
-        if layer_states is not None:
-            if self.graphs is not None:
-                self.graphs.skip()
-            return None
         replayed = None if self.graphs is None else self.graphs.forward(batch, self.wants_routes)
         if replayed is None and self.pieces is not None:
             replayed = self.pieces.forward(batch, self.wants_routes)
-        return replayed
+        hidden_TD, ids_TLK = self._computed(batch) if replayed is None else replayed
+        return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
+
+    def forward_keeping(self, batch: ForwardBatch, kept: LayerStates) -> tuple[torch.Tensor, StepRoutes | None]:
+        """Run the step as `forward` does, and keep hidden states between layers.
+
+        No recording keeps them, so the step runs in Python.  Other data-parallel ranks know by `kind_everywhere`.
+        """
+        if self.graphs is not None:
+            self.graphs.skip()
+        hidden_TD, ids_TLK = self._computed(batch, kept)
+        return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
 
     def sample_replayed(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
         """Sample the step that was forwarded last as `Sampler.sample` does, if its sampling was captured; else None."""
         return None if self.graphs is None else self.graphs.sample(info, positions_N)
 
     def _computed(
-        self, batch: ForwardBatch, layer_states: LayerStates | None
+        self, batch: ForwardBatch, layer_states: LayerStates | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the hidden states [T, D] and, if they are recorded, the logical ids [T, L, K]."""
         model = self.state.model

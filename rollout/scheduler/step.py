@@ -168,7 +168,8 @@ class StepRunner:
         """Run the model.  Returns its hidden states, its routes, and the rows that requests want of the states."""
         wanted = self._hidden.wanted(plan)
         kept = self._hidden.between(wanted)
-        hidden_TD, routes = self._runner.forward(batch, kept)
+        runner = self._runner
+        hidden_TD, routes = runner.forward(batch) if kept is None else runner.forward_keeping(batch, kept)
         if self._drafting is not None and self._drafting.needs_hidden:
             self._drafting.see(list(spans_of(plan, verified)), hidden_TD)
         return hidden_TD, routes, self._hidden.take(plan, verified, hidden_TD, kept) if wanted else ()

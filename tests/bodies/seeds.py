@@ -157,6 +157,8 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
          "token_ids_logprob": [[1, 2], None], "return_sampling_mask": [True, False],
          "lora_path": [None, None]},
         {"text": ["hello", "END"], "sampling_params": NATIVE_PARAMS, "stream": True, "return_routed_experts": True},
+        {"input_ids": [PROMPT, PROMPT], "sampling_params": {"max_new_tokens": 2}, "return_hidden_states": [True, False],
+         "hidden_state_layers": [0, 1, -1], "hidden_states_start_len": 2, "hidden_states_format": "compact"},
         *({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2} | grammar} for grammar in GRAMMARS),
         *({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "replay_routed_experts": routes}
           for routes in _replays(victim)),

@@ -82,6 +82,8 @@ COMPACT = {"logprobs_format": "compact"}
 SCORED = {"return_logprob": True, "logprob_start_len": 0}
 ROUTES = {"return_routed_experts": True}
 COMPACT_ROUTES = {"routed_experts_format": "compact"}
+COMPACT_STATES = {"hidden_states_format": "compact"}
+STATES = {"return_hidden_states": True, "hidden_state_layers": list(range(17))}
 CASES = [
     Case("samples", GREEDY | {"n": 512}, prompts=16),
     Case("prompts", GREEDY, prompts=512, grows_prompt=True),
@@ -102,6 +104,9 @@ CASES = [
     Case("routes", GREEDY | {"n": 16}, ROUTES, grows_prompt=True, model="deep"),
     Case("routes of one", GREEDY, ROUTES, grows_prompt=True, model="deep"),
     Case("compact routes", GREEDY | {"n": 64}, ROUTES | COMPACT_ROUTES, grows_prompt=True, model="deep"),
+    Case("hidden states in lists", GREEDY, STATES, grows_prompt=True, model="deep"),
+    Case("hidden states of samples", GREEDY | {"n": 8}, STATES, model="deep"),
+    Case("compact hidden states", GREEDY, STATES | COMPACT_STATES, grows_prompt=True, model="deep"),
     Case("a stream of alternatives", {"n": 2}, TOP | {"stream": True}),
 ]  # fmt: skip
 

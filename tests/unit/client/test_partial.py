@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capture.hidden_states import HiddenStates
 from capture.routed_experts import RoutedExperts
 from capture.sampling_mask import SamplingMask
 from rollout.client import FinishReason, GenerationOutput, JoinError, RolloutClient, TokenLogprob, VersionSpan
@@ -54,8 +55,24 @@ def recorded(prompt: int = 5, count: int = 9, start: int = 0, cuts: tuple[int, .
         sampling_logprobs=[-i / 8 for i in range(count)],
         prompt_logprobs=[TokenLogprob(None, 1, None)] * prompt,
         routed_experts=RoutedExperts(ids, 8, (1, 2), 3, start, tuple(routed)),
+        hidden_states=HiddenStates(_numbers(rows), "bfloat16", (0, 3), start, tuple(routed)),
         prompt_ids=list(range(prompt)),
     )
+
+
+def _numbers(rows: int) -> np.ndarray:
+    return np.random.default_rng(rows).integers(0, 1 << 16, (rows, 2, 4)).astype("<u2")
+
+
+def _some_states(whole: GenerationOutput, first: int, end: int) -> HiddenStates | None:
+    """Return rows of the sample as a server sends them: None for no row."""
+    states = whole.hidden_states
+    assert states is not None
+    if first == end:
+        return None
+    spans = [(v, max(a, first) - first, min(b, end) - first) for v, a, b in states.weight_versions]
+    kept = tuple((v, a, b) for v, a, b in spans if a < b)
+    return HiddenStates(states.raw_TLD[first:end], states.dtype, states.layers, states.start + first, kept)
 
 
 def cut(whole: GenerationOutput, at: int) -> tuple[GenerationOutput, GenerationOutput]:
@@ -88,6 +105,7 @@ def cut(whole: GenerationOutput, at: int) -> tuple[GenerationOutput, GenerationO
             weight_versions=first,
             weight_version=first[-1].version,
             routed_experts=routes.rows(0, rows),
+            hidden_states=_some_states(whole, 0, rows),
         ),
         replace(
             whole,
@@ -101,6 +119,7 @@ def cut(whole: GenerationOutput, at: int) -> tuple[GenerationOutput, GenerationO
             weight_versions=last,
             prompt_logprobs=None,
             routed_experts=routes.rows(rows, len(routes)),
+            hidden_states=_some_states(whole, rows, len(routes)),
         ),
     )
 
@@ -138,12 +157,17 @@ def _wrong_routes(first: GenerationOutput, rest: GenerationOutput) -> Any:
     return first.routed_experts
 
 
+def _wrong_states(first: GenerationOutput, rest: GenerationOutput) -> Any:
+    return rest.hidden_states
+
+
 @pytest.mark.mutant
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
         ("_joined_spans", _wrong_spans),
         ("_joined_routes", _wrong_routes),
+        ("_joined_states", _wrong_states),
         ("PER_TOKEN", {name: how for name, how in PER_TOKEN.items() if name != "top_logprobs"}),
         ("_joined_entries", lambda name, first, rest: getattr(rest, name)),
     ],
@@ -181,6 +205,7 @@ def test_a_part_without_tokens_changes_nothing() -> None:
             "another number of entries in chosen_logprobs",
         ),
         (lambda rest: replace(rest, routed_experts=None), "only one"),
+        (lambda rest: replace(rest, hidden_states=replace(rest.hidden_states, start=0)), "hidden states start at"),
         (lambda rest: replace(rest, weight_versions=rest.weight_versions[1:]), "weight version"),
         (lambda rest: replace(rest, routed_experts=rest.routed_experts.rows(1, len(rest.routed_experts))), "rows"),
         (
@@ -209,6 +234,8 @@ def test_the_rest_is_asked_with_what_is_left() -> None:
         "logprob_start_len": 0,
         "return_routed_experts": True,
         "routed_experts_start_len": 2,
+        "return_hidden_states": True,
+        "hidden_states_start_len": 2,
         "session_id": "s",
     }
     rest = rest_of(first, options)
@@ -217,6 +244,8 @@ def test_the_rest_is_asked_with_what_is_left() -> None:
         "return_logprob": True,
         "return_routed_experts": True,
         "routed_experts_start_len": 5 + 4 - 1,
+        "return_hidden_states": True,
+        "hidden_states_start_len": 5 + 4 - 1,
         "session_id": "s",
         "input_ids": [0, 1, 2, 3, 4, 100, 101, 102, 103],
     }
@@ -268,6 +297,7 @@ def test_a_sample_that_has_not_begun_is_asked_as_it_was() -> None:
             "no log-probabilities",
         ),
         (lambda o: replace(o, routed_experts=None), {"return_routed_experts": True}, "lacks rows"),
+        (lambda o: replace(o, hidden_states=None), {"return_hidden_states": True}, "lacks rows of hidden states"),
         (
             lambda o: replace(o, routed_experts=recorded(count=20).routed_experts),
             {"return_routed_experts": True},

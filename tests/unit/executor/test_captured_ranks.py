@@ -16,6 +16,7 @@ from safetensors.torch import save
 
 from rollout.core.forward_batch import StepKind
 from rollout.core.messages.experts import StartExpertDistributionReqInput, StopExpertDistributionReqInput
+from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from rollout.core.messages.weights import UpdateWeightsFromTensorReqInput
 from rollout.engine import build_graphs
@@ -181,6 +182,44 @@ def test_ranks_without_a_device_transport_say_why(
     with ParallelHarness(folders[0], **SETTINGS | LAYOUTS["tp2"]):
         pass
     assert "the ranks of the engine exchange tensors through the host" in capsys.readouterr().err
+
+
+WANTED = HiddenStatesParams(layers=(0, 1, 2, 3))
+
+
+def play_wanting(harness: ParallelHarness, wants: Callable[[int], HiddenStatesParams | None]) -> list[tuple]:
+    """Play `asks`, of which some want hidden states."""
+    given = enumerate(asks(harness.num_dp_ranks))
+    rids = [
+        harness.submit(ask.prompt, str(number), ask.params, dp_rank=ask.dp_rank, hidden_states=wants(number))
+        for number, ask in given
+    ]
+    harness.run()
+    harness.check_idle()
+    results = [harness.results[rid] for rid in rids]
+    states = [None if x.finished is None else x.finished.hidden_states for x in results]
+    return [(x.token_ids, x.logprobs, x.routes.tolist(), y) for x, y in zip(results, states, strict=True)]
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["sequential", "late"])
+@pytest.mark.parametrize("layout", ["tp2", "dp2 ep2"])
+def test_steps_that_keep_hidden_states_run_in_python_on_all_ranks(
+    folders: list[Path], graphs: pytest.MonkeyPatch, layout: str, in_flight: bool
+) -> None:
+    """Requests that want none, or the final ones alone, are replayed before and after."""
+    settings = SETTINGS | LAYOUTS[layout]
+    final = HiddenStatesParams(layers=(3,))
+    choices = [lambda n: WANTED if n in (2, 3) else None, lambda n: final if n % 2 else None]
+    if in_flight:
+        overlap(graphs)
+    for wants in choices:
+        with ParallelHarness(folders[0], captured_gloo, **settings | {"disable_cuda_graph": True}) as harness:
+            expected = play_wanting(harness, wants)
+        with ParallelHarness(folders[0], captured_gloo, **settings) as harness:
+            replayed = StandInGraphPool.num_replays
+            assert play_wanting(harness, wants) == expected
+            assert StandInGraphPool.num_replays - replayed > 10
+        assert [states is not None for *_, states in expected] == [wants(n) is not None for n in range(9)]
 
 
 # --- a process a rank -------------------------------------------------------------------------------------------------

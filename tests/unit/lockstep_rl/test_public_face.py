@@ -69,7 +69,15 @@ def test_clients_outputs_and_errors_need_no_engine() -> None:
     names = sorted(
         name for name in lockstep_rl.__all__ if lockstep_rl._PLACES.get(name, "").startswith("rollout.client")
     )
-    names += ["RoutedExperts", "SamplingMask", "TokenLogprobs", "LockstepError", "CaptureError", "WeightSyncError"]
+    names += [
+        "RoutedExperts",
+        "SamplingMask",
+        "TokenLogprobs",
+        "HiddenStates",
+        "LockstepError",
+        "CaptureError",
+        "WeightSyncError",
+    ]
     done = run(
         f"{LIGHT}\nimport lockstep_rl\nfor name in {names}: getattr(lockstep_rl, name)\nprint('torch' in sys.modules)"
     )

@@ -196,7 +196,7 @@ def test_rows_of_dropped_drafts_would_be_noticed(
 
 
 def test_rows_name_the_weights_that_made_them(folder: Path, tmp_path: Path, alone: list[Result]) -> None:
-    """A pause that retracts, and a refresh in the middle: rows before it stay, and the others are of the new weights."""
+    """A pause that retracts, and a refresh in the middle: rows before it stay, the others are of the new weights."""
     harness = Harness(folder, chunked_prefill_size=16)
     rid = harness.submit(PROMPTS[0], params=PARAMS, hidden_states=ALL)
     harness.tick()
