@@ -43,7 +43,6 @@ MAX_LOGGED_NAMES = 256
 """Names of unknown fields in the log: they come from clients."""
 MAX_RID_CHARS = 512
 MAX_SESSION_ID_CHARS = 512
-MAX_HIDDEN_LAYERS = 1024
 MAX_EXTRA_KEY_CHARS = 512
 """Limit of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
 

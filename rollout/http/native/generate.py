@@ -30,7 +30,6 @@ from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import (
     MAX_EXTRA_KEY_CHARS,
-    MAX_HIDDEN_LAYERS,
     GenerateReqInput,
     HiddenFormat,
     LogprobsFormat,
@@ -65,7 +64,7 @@ class GenerateRequest(AnyGeneration):
     sampling_mask_format: Literal["lists", "csr"] = "lists"
     logprobs_format: LogprobsFormat = "nested"
     return_hidden_states: bool | list[bool] = False
-    hidden_state_layers: Annotated[list[Int64], Field(max_length=MAX_HIDDEN_LAYERS)] | None = None
+    hidden_state_layers: list[Int64] | None = None
     hidden_states_start_len: Int64 = 0
     hidden_states_format: HiddenFormat = "nested"
     priority: Int64 = 0

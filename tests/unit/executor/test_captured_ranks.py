@@ -209,16 +209,16 @@ def test_steps_that_keep_hidden_states_run_in_python_on_all_ranks(
     """Requests that want none, or the final ones alone, are replayed before and after."""
     settings = SETTINGS | LAYOUTS[layout]
     final = HiddenStatesParams(layers=(3,))
-    choices = [lambda n: WANTED if n in (2, 3) else None, lambda n: final if n % 2 else None]
+    choices = [(lambda n: WANTED if n in (2, 3) else None, 2), (lambda n: final if n % 2 else None, 20)]
     if in_flight:
         overlap(graphs)
-    for wants in choices:
+    for wants, least in choices:
         with ParallelHarness(folders[0], captured_gloo, **settings | {"disable_cuda_graph": True}) as harness:
             expected = play_wanting(harness, wants)
         with ParallelHarness(folders[0], captured_gloo, **settings) as harness:
             replayed = StandInGraphPool.num_replays
             assert play_wanting(harness, wants) == expected
-            assert StandInGraphPool.num_replays - replayed > 10
+            assert StandInGraphPool.num_replays - replayed > least
         assert [states is not None for *_, states in expected] == [wants(n) is not None for n in range(9)]
 
 

@@ -146,7 +146,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "before the embedding": ({"hidden_state_layers": [-5]}, "hidden_state_layers must be in 0..3"),
     "a layer twice": ({"hidden_state_layers": [1, -3]}, "names a layer twice"),
     "no layer": ({"hidden_state_layers": []}, "hidden_state_layers is empty"),
-    "too many names": ({"hidden_state_layers": [0] * 2000}, "hidden_state_layers"),
+    "too many names": ({"hidden_state_layers": [0] * 2000}, "names a layer twice"),
     "a start after the prompt": ({"hidden_states_start_len": 7}, "hidden_states_start_len must be in 0..6"),
     "a start before it": ({"hidden_states_start_len": -1}, "hidden_states_start_len must be in 0..6"),
     "another form": ({"hidden_states_format": "npy"}, "hidden_states_format"),
