@@ -225,7 +225,7 @@ def _joined_states(first: GenerationOutput, rest: GenerationOutput) -> HiddenSta
     try:
         return HiddenStates.joined(parts) if parts else None
     except HiddenStatesError as error:
-        raise JoinError(f"{first.rid} and {rest.rid}: {error}") from None
+        raise JoinError(f"rows of hidden states of {first.rid} and {rest.rid}: {error}") from None
 
 
 # --- the seed ----------------------------------------------------------------------------------------------------

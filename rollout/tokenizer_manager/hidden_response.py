@@ -53,7 +53,7 @@ def _compact(rows: HiddenStatesRows, *, is_binary: bool) -> dict[str, Any]:
 def _nested(
     rows: HiddenStatesRows | None, params: HiddenStatesParams, prompt_len: int, *, is_single: bool
 ) -> list[Any]:
-    """Return the row of each token, those of the prompt in a list of their own."""
+    """Return a list: first the list of the rows of the prompt, then the row of each output token."""
     if rows is None:
         return [[]]
     values_TLD = HiddenStates.of_bytes(rows.data, rows.dtype, rows.shape, params.layers).values

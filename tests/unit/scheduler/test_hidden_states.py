@@ -90,7 +90,7 @@ def test_a_retraction_keeps_rows_and_makes_the_others(folder: Path, alone: list[
     assert max(result.finished.num_retractions for result in got if result.finished) > 1
 
 
-def test_nothing_else_changes(folder: Path, alone: list[Result]) -> None:
+def test_asking_for_states_changes_nothing_else(folder: Path, alone: list[Result]) -> None:
     """Tokens, log-probabilities and routes are the same bits with states, with final ones alone, and without."""
     for wanted in (FINAL, None):
         for ours, theirs in zip(generate(Harness(folder), wanted=wanted), alone, strict=True):
