@@ -70,7 +70,7 @@ KINDS: Mapping[str, Kind] = {
     "route_byte": Kind("bytes of routed experts", 1.5, 0, 5),
     "pooled": Kind("pooled numbers", 4, 56, 16),
     "hidden_byte": Kind("bytes of hidden states", 1.5, 0, 5),
-    "hidden_number": Kind("numbers of hidden states in lists", 0, 60, 0),
+    "hidden_number": Kind("numbers of hidden states in lists", 24, 40, 0),
     "encoded_byte": Kind("bytes of encoded routes or hidden states", 2, 1.5, 0),
 }
 """The kinds that are counted: a sample, a prompt and its fields; then the fields that come with each token."""
