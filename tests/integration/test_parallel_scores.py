@@ -24,9 +24,8 @@ OF_ALL: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", TEXTS | {"pooling": "mean", "dimensions": 16}),
     ("/encode", {"input_ids": PROMPTS}),
     ("/pooling", IDS | {"task": "token_embed", "normalize": False}),
-    ("/score", PAIRS),
-    ("/v1/rerank", RANKED | {"top_n": 2}),
 ]
+OF_PAIRS: list[tuple[str, dict[str, Any]]] = [("/score", PAIRS), ("/v1/rerank", RANKED | {"top_n": 2})]
 OF_CLASSIFIERS: list[tuple[str, dict[str, Any]]] = [
     ("/classify", IDS),
     ("/classify", {"text": ["hello", "END"]}),
@@ -49,7 +48,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two replicas": {"dp_size": 2},
     "dp2 of tp2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2},
 }
-HEADS = {"reward": {"id2label": {0: "good"}}, "classes": {}, "causal": {}}
+HEADS: dict[str, dict[str, Any]] = {"reward": {"id2label": {0: "good"}}, "classes": {}, "causal": {}}
+DOORS = {
+    "reward": [*OF_ALL, *OF_PAIRS, *OF_CLASSIFIERS],
+    "classes": [*OF_ALL, *OF_CLASSIFIERS],
+    "causal": [*OF_ALL, *OF_PAIRS, *OF_CAUSAL],
+}
 VARYING = frozenset({"id", "created", "e2e_latency", "dp_rank", "cached_tokens", "rid", "queue_time"})
 
 
@@ -68,7 +72,7 @@ def serve(folder: Path, **settings: Any) -> ServerProcess:
 
 def answers(server: ServerProcess, head: str) -> list[Any]:
     found = []
-    for path, body in OF_ALL + (OF_CAUSAL if head == "causal" else OF_CLASSIFIERS):
+    for path, body in DOORS[head]:
         answer = server.http.post(path, json=body)
         assert answer.status_code == 200, (path, answer.text)
         found.append((path, plain(answer.json())))
