@@ -78,6 +78,14 @@ def test_the_bits_depend_on_neither_batch_nor_chunks_nor_cache(folder: Path, alo
         harness.check_idle()
 
 
+def test_rows_in_bfloat16_are_the_bits_of_the_model(folder: Path) -> None:
+    small = Harness(folder, dtype="bfloat16", chunked_prefill_size=7, max_total_tokens=100)
+    single = Harness(folder, dtype="bfloat16", disable_radix_cache=True)
+    want = [generate(single, [prompt])[0] for prompt in PROMPTS]
+    same(generate(small), want)
+    assert {states(result).dtype for result in want} == {"bfloat16"}
+
+
 def test_a_retraction_keeps_rows_and_makes_the_others(folder: Path, alone: list[Result]) -> None:
     harness = Harness(folder, chunked_prefill_size=16)
     rids = [harness.submit(prompt, params=PARAMS, hidden_states=ALL) for prompt in PROMPTS]
