@@ -85,7 +85,9 @@ class HiddenStates:
         """Return views of `data`.  Raises `HiddenStatesError` for data of another size than its shape."""
         is_shape = dtype in _RAW and len(shape) == 3 and min(shape) >= 0
         if not is_shape or math.prod(shape) * number_bytes(dtype) != len(data):
-            raise HiddenStatesError(f"hidden states of {dtype!r} and the shape {list(shape)} do not have {len(data)} bytes")
+            raise HiddenStatesError(
+                f"hidden states of {dtype!r} and the shape {list(shape)} do not have {len(data)} bytes"
+            )
         raw_TLD = np.frombuffer(data, _RAW[dtype]).reshape(shape)
         return cls(raw_TLD, dtype, tuple(layers), start, tuple(weight_versions))
 
