@@ -8,7 +8,7 @@ other than the model's  `mtp.*`, further layers            that, or an update of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout.control.adapter_target import AdapterTargets
@@ -31,24 +31,34 @@ class DraftTarget(UpdateTarget):
     """The weights of `draft`, which drafts for the model with the weights `model`.
 
     `comes_with_model`: no tensor has the name of one of the model's, so that a name shows whose a tensor is.
+    `torn_elsewhere`: `torn` of any rank of this replica, as its ranks found between the last verbs.  `require_memory`
+    raises `TransactionStateError` while the weights have none.
     """
 
-    def __init__(self, draft: DraftState, model: WeightIndex) -> None:
+    def __init__(
+        self, draft: DraftState, model: WeightIndex, require_memory: Callable[[], None] = lambda: None
+    ) -> None:
         self.draft = draft
+        self.torn_elsewhere: str | None = None
         metas = draft.weights.metas().values()
         self.comes_with_model = not any(keeps(model, meta) for meta in metas)
         # A sender of all of a checkpoint's tensors sends the model's, too, and SGLang and vLLM have the draft pick.
         weights = draft.weights.dropping(model) if self.comes_with_model else draft.weights
-        super().__init__("draft", weights, lambda _: weights, draft.weights.held_formats())
+
+        def placed(_: Coverage) -> WeightIndex:
+            require_memory()
+            return weights
+
+        super().__init__("draft", weights, placed, draft.weights.held_formats())
 
     def version(self) -> DraftVersion:
         """Return the version in force."""
-        draft = self.draft
+        draft, torn = self.draft, self.torn or self.torn_elsewhere
         return DraftVersion(
             weight_version=draft.weight_version,
-            is_stale=draft.is_stale or self.torn is not None,
-            content_digest=None if self.torn is not None else draft.digests.sent,
-            torn=self.torn,
+            is_stale=draft.is_stale or torn is not None,
+            content_digest=None if torn is not None else draft.digests.sent,
+            torn=torn,
         )
 
 

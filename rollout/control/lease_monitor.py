@@ -5,6 +5,8 @@
     an update wrote into the model   -> no step runs until it is over; requests wait
     weights neither old nor new      -> poisoned: requests end with 503 and the reason
 
+The weights of a draft that are neither are shown in the state, and stop nothing.
+
 Checked between steps before and after each weight verb, when generation is paused, and when a lease runs out.
 
 Only its sender's calls renew a lease:
@@ -24,6 +26,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from rollout.control.draft_target import DraftTarget
 from rollout.core.console import say
 from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
@@ -56,12 +59,19 @@ _TRAINERS_CALLS = (
 
 
 class LeaseMonitor:
-    """`pause_timeout_s`: None for never."""
+    """`pause_timeout_s`: None for never.  `draft` None: no model drafts."""
 
-    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, pause_timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        updater: WeightUpdater,
+        pause_timeout_s: float | None,
+        draft: DraftTarget | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._updater = updater
         self._pause_timeout_s = pause_timeout_s
+        self._draft = draft
         self.num_pauses = 0  # that were asked for
         self._starts_anew = False  # a pause has come, and the loss before it is not forgotten yet
         self._pause: Lease | None = None
@@ -119,7 +129,9 @@ class LeaseMonitor:
         self._await_own(waiting)
         expired, pause_ended = self._updater.expire(), self._end_pause()
         if expired or pause_ended or not self._is_checked:
-            self._torn, self._is_checked = self._torn_anywhere(), True
+            self._torn, self._is_checked = self._torn_anywhere(self._updater.torn), True
+            if self._draft is not None:
+                self._draft.torn_elsewhere = self._torn_anywhere(self._draft.torn)
         self._scheduler.serving.write(self._updater.is_dirty)
         if self._torn is not None and self._scheduler.serving.poisoned is None:
             self._scheduler.poison(self._torn)
@@ -148,9 +160,9 @@ class LeaseMonitor:
         version = verb.weight_version if isinstance(verb, UpdateWeightsReqInput) else None
         return self._updater.foreign(verb.update_id, version) is None
 
-    def _torn_anywhere(self) -> str | None:
-        """Return why some rank's weights are neither old nor new; None if no rank's are torn."""
-        reasons = self._scheduler.parallel.tp.gather_bytes((self._updater.torn or "").encode())
+    def _torn_anywhere(self, own: str | None) -> str | None:
+        """Return why some rank's weights are neither old nor new; None if no rank's are torn.  `own`: this rank's."""
+        reasons = self._scheduler.parallel.tp.gather_bytes((own or "").encode())
         return next((text.decode() for text in reasons if text), None)
 
     def _end_pause(self) -> bool:

@@ -140,6 +140,7 @@ class WeightCommit:
         for target, part in parts:
             if target is self._draft:
                 came = "alone" if len(parts) == 1 else "with the model"
+                self._draft.torn_elsewhere = None  # all ranks have written it
                 state.publish_draft(weight_version or state.epoch.weight_version, part.digests)
         return msgspec.structs.replace(self._draft.version(), came=came)
 

@@ -81,7 +81,7 @@ class WeightControl:
         self._adoption = adoption
         self._commit = commit
         self._companions = companions
-        self._leases = LeaseMonitor(scheduler, updater, pause_timeout_s)
+        self._leases = LeaseMonitor(scheduler, updater, pause_timeout_s, companions.draft)
         self._queue = WeightQueue(
             scheduler,
             wake,

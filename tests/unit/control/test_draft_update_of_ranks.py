@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.core.messages.io_struct import GetStateReqInput
-from tests.adapter_updates import FAMILY, SEED, begin, bring, end
+from tests.adapter_updates import FAMILY, SEED, abort, begin, bring, end
 from tests.draft_updates import DRAFT, PREFIX, fail_write, give_drafts, holds, tensors_of
 from tests.family_zoo import family_checkpoint
 from tests.faults.transports import Named
@@ -83,3 +83,18 @@ def test_a_draft_that_came_to_one_rank_alone_is_refused_on_all(
     refused = end(engine)
     assert not refused.success and "came to some ranks, and not to all" in refused.message
     assert all_hold(engine, old, 0, "default")
+
+
+@pytest.mark.parametrize("engine", ["two ranks"], indirect=True)
+def test_a_draft_that_is_torn_on_another_rank_is_told(engine: ParallelHarness, checkpoints: list[Path]) -> None:
+    """The first rank answers, and the draft of the second one could not be put back.  Replicas answer each."""
+    targets = [scheduler._verbs[GetStateReqInput].__self__._draft for scheduler in engine.schedulers]  # type: ignore[attr-defined]
+    targets[1].torn = "its old weights could NOT be restored"
+    assert begin(engine, DRAFT).success and abort(engine).success
+    found = engine.control(GetStateReqInput).data["draft"]
+    assert found["torn"] == targets[1].torn and found["is_stale"] and found["content_digest"] is None
+    new = tensors_of(checkpoints[3], PREFIX)
+    assert begin(engine, DRAFT, weight_version="1").success and bring(engine, new).success
+    sent = end(engine)
+    assert sent.success and sent.data["draft"]["torn"] is None and targets[1].torn is None
+    assert engine.control(GetStateReqInput).data["draft"]["torn"] is None
