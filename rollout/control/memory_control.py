@@ -7,6 +7,9 @@
 
 On CUDA released memory is not there, so a refresh comes after the resume of the weights.
 
+The weights of a draft go and come with the tag `weights`.  Its content is kept in a file and put back, as often no
+refresh brings it: a refresh that does so outdates the file.
+
 A verb checks everything before it changes anything.  While memory of a tag is released or the weights have no content,
 no step runs and new requests are refused.  A tag that holds no memory stops nothing.  Requests that wait hold no KV,
 and go on afterwards.
@@ -14,10 +17,11 @@ and go on afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rollout.control.weight_queue import Job
+from rollout.core.console import say
 from rollout.core.errors import BadRequest, Conflict, UnsupportedFeature
 from rollout.core.messages.io_struct import (
     MemoryTag,
@@ -26,8 +30,9 @@ from rollout.core.messages.io_struct import (
     ResumeMemoryOccupationReqInput,
     ResumeReply,
 )
-from rollout.memory.memory_saver import TAGS, KeptCopyError, MemorySaver
+from rollout.memory.memory_saver import TAGS, Group, KeptCopyError, MemorySaver
 from rollout.scheduler.scheduler import Scheduler
+from weight_sync.content import Digests
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
 
@@ -58,6 +63,7 @@ class MemoryControl:
         self._released: set[MemoryTag] = set()
         self._epoch_released: int | None = None  # of the weights without content; None while they have theirs
         self._refreshed_unasked = False  # a refresh filled released weights, and no resume has come since
+        self._draft_kept: Digests | None = None  # of the draft whose content is in a file
 
     @property
     def jobs(self) -> dict[type, Callable[[Any], Job]]:
@@ -80,14 +86,13 @@ class MemoryControl:
         def io() -> None:
             if "weights" in tags:
                 self._held.release(GIVE_BACK_S)
-            if "weights" in tags and keeps:
-                self._require_saver().keep_copy("weights")
+                self._keep_copies(also_weights=keeps)
 
         def step(_: None) -> tuple[str, ReleaseReply]:
             try:
                 self._require_idle()
             except Conflict:  # a request came while the copy was being made
-                self._require_saver().drop_copy("weights")
+                self._drop_copies()
                 raise
             return self._discard(tags)
 
@@ -104,12 +109,11 @@ class MemoryControl:
                 state.drop_digests()
                 self._epoch_released = state.epoch.weight_epoch
                 self._refreshed_unasked = False
-            for tag in tags:
-                saver.discard(tag)
+            saver.discard(*_groups(tags))
         self._released.update(tags)
         self._updater.book.clear_loss()
         self._withhold()
-        num_bytes = sum(saver.nbytes(tag) for tag in tags)
+        num_bytes = sum(saver.nbytes(group) for group in _groups(tags))
         return f"Released {', '.join(tags)}.", ReleaseReply(released=tags, num_bytes=num_bytes, memory=self.status())
 
     def _resume(self, verb: ResumeMemoryOccupationReqInput) -> Job:
@@ -118,17 +122,18 @@ class MemoryControl:
         restores = "weights" in tags and saver.has_copy("weights")
 
         def give_back(_: str) -> None:
-            for tag in self._released.intersection(tags):
-                saver.discard(tag)
+            saver.discard(*_groups(self._released.intersection(tags)))
 
         def io() -> None:
-            saver.provide(tags)
-            if restores:
-                try:
+            saver.provide(_groups(tags))
+            try:
+                if restores:
                     saver.restore("weights")
-                except KeptCopyError as error:
-                    give_back(str(error))
-                    raise
+                if "weights" in tags:
+                    self._restore_draft()
+            except KeptCopyError as error:
+                give_back(str(error))
+                raise
 
         def step(_: None) -> tuple[str, ResumeReply]:
             if restores:
@@ -137,6 +142,7 @@ class MemoryControl:
                 self._epoch_released = None
             if "weights" in tags:
                 self._refreshed_unasked = False
+                self._drop_draft()
             self._released.difference_update(tags)
             if "kv_cache" in tags:
                 self._scheduler.cache.pool.enter_padding()
@@ -146,6 +152,40 @@ class MemoryControl:
             return message, ResumeReply(resumed=tags, memory=self.status())
 
         return Job(verb, io, step, roll_back=give_back)
+
+    def _keep_copies(self, *, also_weights: bool) -> None:
+        """Copy the weights of the draft to a file, if a model drafts, and the model's.
+
+        Raises `KeptCopyError`; no copy is there then.
+        """
+        draft, saver = self._scheduler.runner.state.draft, self._require_saver()
+        try:
+            if draft is not None and saver.nbytes("draft"):
+                saver.keep_copy("draft")
+                self._draft_kept = draft.digests
+            if also_weights:
+                saver.keep_copy("weights")
+        except KeptCopyError:
+            self._drop_copies()
+            raise
+
+    def _restore_draft(self) -> None:
+        """Put the kept weights of the draft back, unless a refresh has brought others.  Raises `KeptCopyError`."""
+        draft, saver = self._scheduler.runner.state.draft, self._require_saver()
+        if draft is None or draft.digests is not self._draft_kept:
+            return
+        if saver.has_copy("draft"):
+            saver.restore("draft")
+        else:
+            say("the copy of the draft's weights is lost: until a refresh fewer of its tokens are kept", "WARNING")
+
+    def _drop_copies(self) -> None:
+        self._require_saver().drop_copy("weights")
+        self._drop_draft()
+
+    def _drop_draft(self) -> None:
+        self._require_saver().drop_copy("draft")
+        self._draft_kept = None
 
     # --- what may be done -----------------------------------------------------------------------------------------
 
@@ -202,8 +242,18 @@ class MemoryControl:
         if not self._scheduler.serving.content_lost:
             self._epoch_released = None
             self._refreshed_unasked = "weights" in self._released
+            if self._refreshed_unasked:
+                self._restore_unasked()
             self._released.discard("weights")
             self._withhold()
+
+    def _restore_unasked(self) -> None:
+        """Put the draft's weights back, as the model serves again before a resume.  On a CPU alone, where it may."""
+        try:
+            self._restore_draft()
+        except KeptCopyError as error:
+            say(f"until a refresh fewer tokens of the draft are kept: {error}", "WARNING")
+        self._drop_draft()
 
     def _withhold(self) -> str | None:
         """Withhold service while memory or content is missing.  Returns the reason, None if nothing is missing."""
@@ -227,3 +277,8 @@ def _named(tags: list[MemoryTag] | None, all_tags: list[MemoryTag]) -> list[Memo
     if not tags:
         raise BadRequest("tags is an empty list, which names nothing; leave it out for all")
     return [tag for tag in TAGS if tag in tags]
+
+
+def _groups(tags: Iterable[MemoryTag]) -> list[Group]:
+    """Return the groups of tensors that are released with these tags."""
+    return [group for tag in tags for group in (tag, *(("draft",) if tag == "weights" else ()))]

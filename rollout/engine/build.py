@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,14 +22,22 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import StartupError
 from rollout.core.messages.adapters import AdaptersChanged
-from rollout.core.messages.io_struct import SchedulerReady
+from rollout.core.messages.io_struct import MemoryTag, SchedulerReady
 from rollout.core.specs.layer_specs import WindowKV
 from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.adapters import load_adapters
 from rollout.engine.build_control import build_control
-from rollout.engine.build_drafts import DraftParts, build_drafting, draft_token_bytes, load_draft, max_logits_rows
+from rollout.engine.build_drafts import (
+    DraftParts,
+    LoadedDraft,
+    build_drafting,
+    draft_tensors,
+    draft_token_bytes,
+    load_draft,
+    max_logits_rows,
+)
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.engine.deterministic import attention_name, batch_invariance, check_deterministic
 from rollout.engine.device import claim_device, with_device
@@ -114,12 +122,15 @@ def build_scheduler(
     if plain_reason and kernels.available:  # else `load_kernels_of` has warned
         say(f"running on plain torch, several times slower: {plain_reason}", "WARNING")
     pages = select_pages(device) if args.enable_memory_saver else None
-    weight_memory = nullcontext() if pages is None else pages.pool("weights")
+
+    def memory_of(tag: MemoryTag) -> AbstractContextManager[object]:
+        return nullcontext() if pages is None else pages.pool(tag)
+
     backend = _moe_backend(args, config)
     model = load_model(
-        args.model_path, config, dtype, device, placement, ops, progress, parallel, backend, weight_memory
+        args.model_path, config, dtype, device, placement, ops, progress, parallel, backend, memory_of("weights")
     )
-    draft = load_draft(args, model, device, ops, backend)
+    draft = load_draft(args, model, device, ops, backend, partial(memory_of, "weights"))
     model_bytes = _bytes_of(model.weights) + (0 if draft is None else _bytes_of(draft.weights))
     of_draft = None if draft is None else draft.state(args.weight_version)
     state = ModelState(model, placement, args.weight_version, load_adapters(args, model), of_draft)
@@ -135,11 +146,11 @@ def build_scheduler(
         kv_dtype=kv_dtype,
         kernels_available=kernels.available,
         wants_routes=args.captures_routes,
+        draft=draft,
     )
-    drafts = draft_token_bytes(draft)
-    limits = _limits(args, config, model, kv_dtype, model_bytes, parallel, device, largest, drafts)
+    limits = _limits(args, config, model, kv_dtype, model_bytes, parallel, device, largest, draft)
     window_slots = None if limits.window is None else limits.window.num_slots
-    with nullcontext() if pages is None else pages.pool("kv_cache"):
+    with memory_of("kv_cache"):
         kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots, kv_dtype, kv_scales.layers)
         rows = limits.num_state_rows
         state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
@@ -150,7 +161,9 @@ def build_scheduler(
     recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
     runner = ModelRunner(state, kv_pool, attention, route_store, recorded, state_pool)
     inbox: Channel = channel if is_alone else SharedChannel(channel, parallel, lambda: state.epoch.mark)
-    parts = DraftParts(limits.num_slots, attention_name(args, device), kernels.available, sampler)
+    parts = DraftParts(
+        limits.num_slots, attention_name(args, device), kernels.available, sampler, partial(memory_of, "kv_cache")
+    )
     drafting = build_drafting(args, config, draft, parts)
     scheduler = _wire(args, config, limits, inbox, runner, sampler, parallel, ops.rest, drafting)
     layout = expert_layout(config, placement, args.nnodes)
@@ -168,7 +181,9 @@ def build_scheduler(
     )
     check_deterministic(args, static_state, model.parallel.tp)
     state.adapters.connect(scheduler.queues.adapters, lambda cards: inbox.send(AdaptersChanged(cards=cards)))
-    build_control(args, scheduler, model, layout, channel.wake, static_state, device, pages)
+    build_control(
+        args, scheduler, model, layout, channel.wake, static_state, device, pages, draft_tensors(draft, drafting)
+    )
     capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()
     return scheduler, SchedulerReady(
@@ -233,6 +248,8 @@ def _wire(
         clock=lambda: channel.now,
         states=_sequence_memory(args, limits, runner),
     )
+    if drafting is not None:
+        cache.on_flush = drafting.flush
     lists = partial(RowLists.of_engine, args.max_running_requests, limits.context_length)
     queues = RequestQueues(DecodeBatch())
     stop = StopChecker(config.eos_token_ids, _tokenizer(args), args.sampling_mask_max_tokens)
@@ -279,12 +296,12 @@ def _limits(
     parallel: Parallel,
     device: torch.device,
     largest_step: Callable[[StepSize], int],
-    draft_token_bytes: int,
+    draft: LoadedDraft | None,
 ) -> Limits:
     """Return the limits, the same on all ranks; the ranks of one machine share its memory.
 
     `largest_step` runs the largest step, and returns the memory that it takes in addition to weights and KV.  Recurrent
-    states and pages of windows get their memory before KV slots do.  `draft_token_bytes`: KV of a token in the draft.
+    states and pages of windows get their memory before KV slots do.
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     max_tokens = _max_prompt_tokens(args, context_length) + args.max_running_requests
@@ -316,7 +333,7 @@ def _limits(
     if row_bytes:
         num_rows = num_state_rows(args.max_state_rows, args.max_running_requests, row_bytes, usable)
         state_bytes += num_rows * row_bytes
-    token_bytes = kv_bytes_per_token(model.kv_layers, kv_dtype) + draft_token_bytes
+    token_bytes = kv_bytes_per_token(model.kv_layers, kv_dtype) + draft_token_bytes(draft)
     if window is not None:
         if row_bytes:
             raise StartupError("a model with both recurrent layers and window layers is not supported")

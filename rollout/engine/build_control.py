@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,10 @@ from rollout.control.weight_disk import DiskRefresh
 from rollout.control.weight_pace import WeightPace
 from rollout.core.args.named_folders import NamedFolders
 from rollout.core.args.server_args import ServerArgs
-from rollout.core.messages.io_struct import MemoryTag
+from rollout.engine.build_drafts import DraftTensors
 from rollout.layers.linear import plain_linears
 from rollout.memory.host_pages import MemoryPages
-from rollout.memory.memory_saver import MemorySaver
+from rollout.memory.memory_saver import Group, MemorySaver
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.load import quantised_names
 from rollout.model.weight_loading import weight_tensors
@@ -53,11 +53,13 @@ def build_control(
     static_state: dict[str, Any],
     device: torch.device,
     pages: MemoryPages | None,
+    of_draft: DraftTensors,
 ) -> None:
     """Connect every verb's handler, and the work between steps, in its order.
 
     `layout` None: experts are not spread.  `wake()` interrupts the scheduler's wait for messages.  `static_state`: the
-    fields of `SchedulerState` that do not change.  `pages` None: memory is not released.
+    fields of `SchedulerState` that do not change.  `pages` None: memory is not released.  `of_draft`: what is released
+    with the model's.
     """
     runner, parallel, placement = scheduler.runner, scheduler.parallel, scheduler.runner.state.placement
     consensus = RankConsensus(parallel.weight_io, parallel.world)
@@ -75,7 +77,7 @@ def build_control(
         and not runner.state.adapters.places.adapts_experts,
         by_default=args.enable_eplb,
     )
-    saver = None if pages is None else _memory_saver(scheduler, model, pages)
+    saver = None if pages is None else _memory_saver(scheduler, model, of_draft, pages)
     held = HeldMemory(keep=args.keep_staging_memory)
     updater = WeightUpdater(
         model.weights,
@@ -97,7 +99,7 @@ def build_control(
         cast=args.cast_weight_updates,
     )
     state = runner.state
-    draft = None if state.draft is None else DraftTarget(state.draft, model.weights)
+    draft = None if state.draft is None else DraftTarget(state.draft, model.weights, partial(_require_memory, saver))
     companions = Companions(state, AdapterTargets(state.adapters), draft)
     commit = WeightCommit(scheduler, updater, adoption, draft)
     weights = WeightControl(scheduler, updater, wake, consensus, adoption, commit, companions, args.pause_timeout)
@@ -150,19 +152,27 @@ def _held_formats(args: ServerArgs, model: DecoderForCausalLM) -> HeldFormats:
 
 def _target(adoption: PlacementAdoption, saver: MemorySaver | None, coverage: Coverage) -> LogicalWeights:
     """Return the weights in which an update is staged.  Raises `TransactionStateError` if they have no memory."""
+    _require_memory(saver)
+    return adoption.target(coverage)
+
+
+def _require_memory(saver: MemorySaver | None) -> None:
+    """Raise `TransactionStateError` if the weights have no memory.  A draft's go and come with the model's."""
     if saver is not None and not saver.is_provided("weights"):
         raise TransactionStateError(
             "the memory of the weights is released: POST /resume_memory_occupation with the tag weights first"
         )
-    return adoption.target(coverage)
 
 
-def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM, pages: MemoryPages) -> MemorySaver:
+def _memory_saver(
+    scheduler: Scheduler, model: DecoderForCausalLM, of_draft: DraftTensors, pages: MemoryPages
+) -> MemorySaver:
     runner, table = scheduler.runner, scheduler.cache.pool.table
     states = [] if runner.state_pool is None else runner.state_pool.tensors
     tables = [table] if table.is_cpu else []  # on a device small next to KV, and not made in its pool
-    tensors: dict[MemoryTag, list[torch.Tensor]] = {
+    tensors: dict[Group, Sequence[torch.Tensor]] = {
         "weights": weight_tensors(model),
-        "kv_cache": [*runner.kv_pool.tensors, *states, *tables],
+        "draft": of_draft.weights,
+        "kv_cache": [*runner.kv_pool.tensors, *states, *tables, *of_draft.kv],
     }
     return MemorySaver(tensors, pages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,24 +25,31 @@ from rollout.executor.draft_runner import DraftRunner, StandaloneDraft
 from rollout.executor.recorded_forward import RecordedForward
 from rollout.families.registry import load_model_config
 from rollout.kernels.ops import Ops
+from rollout.layers.layer import Layer
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.draft_model import DraftModel
 from rollout.model.draft_state import DraftState
 from rollout.model.load import load_model, load_mtp
-from rollout.model.weight_loading import WeightIndex
+from rollout.model.weight_loading import WeightIndex, weight_tensors
 from rollout.sampling.base import Sampler
 from rollout.scheduler.drafting import Drafting
 from rollout.scheduler.model_drafting import ModelDrafting
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS
 
+Memory = Callable[[], AbstractContextManager[object]]
+
 
 class LoadedDraft(NamedTuple):
-    """A draft, with the dtype and the device of its KV.  `config`: of a draft that has a checkpoint of its own."""
+    """A draft, with the dtype and the device of its KV.  `config`: of a draft that has a checkpoint of its own.
+
+    `hidden_size`: the elements of the hidden states that it takes and gives.
+    """
 
     model: DraftModel
     weights: WeightIndex
+    hidden_size: int
     dtype: torch.dtype
     device: torch.device
     parallel: Parallel
@@ -51,32 +60,56 @@ class LoadedDraft(NamedTuple):
         return DraftState(self.weights, weight_version, self.config)
 
     @property
+    def layer(self) -> Layer:
+        """The layers with its weights."""
+        model = self.model.model if isinstance(self.model, StandaloneDraft) else self.model
+        assert isinstance(model, Layer)
+        return model
+
+    @property
     def token_bytes(self) -> int:
         """The bytes of a token's KV."""
         return kv_bytes_per_token(self.model.kv_layers, self.dtype)
 
 
+class DraftTensors(NamedTuple):
+    """The tensors of a draft that take memory: of its weights, and of its KV."""
+
+    weights: Sequence[torch.Tensor]
+    kv: Sequence[torch.Tensor]
+
+
 class DraftParts(NamedTuple):
-    """The parts of the served model's engine that a draft is built with."""
+    """The parts of the served model's engine that a draft is built with.
+
+    `kv_memory()`: entered while the tensors of its KV are made.
+    """
 
     num_slots: int
     attention: str
     kernels_available: bool
     sampler: Sampler
+    kv_memory: Memory
 
 
 def load_draft(
-    args: ServerArgs, served: DecoderForCausalLM, device: torch.device, ops: Ops, backend: MoeBackend
+    args: ServerArgs,
+    served: DecoderForCausalLM,
+    device: torch.device,
+    ops: Ops,
+    backend: MoeBackend,
+    memory: Memory = nullcontext,
 ) -> LoadedDraft | None:
     """Load the model that drafts for the served one; None if there is none.
 
     A model with a checkpoint of its own may have other experts than `backend` was made for: its tokens go to all ranks.
+    `memory()`: entered while the tensors of its weights are made.
     Raises `StartupError` for a model that cannot draft for it.
     """
     dtype, parallel = served.dtype, served.parallel
     if args.drafts_by_mtp:
-        head = load_mtp(args.model_path, served, device, ops, backend)
-        return LoadedDraft(head, head.weights, dtype, device, parallel)
+        head = load_mtp(args.model_path, served, device, ops, backend, memory())
+        return LoadedDraft(head, head.weights, served.config.hidden_size, dtype, device, parallel)
     path = args.speculative_draft_model_path
     if path is None:
         return None
@@ -89,10 +122,11 @@ def load_draft(
         placement = ExpertPlacement(location, device, parallel.position.ep_rank, parallel.layout.ep_size)
     except EplbError as error:
         raise StartupError(f"--speculative-draft-model-path: --ep-size does not fit: {error}") from None
-    model = load_model(path, draft, dtype, device, placement, ops, None, parallel)
+    model = load_model(path, draft, dtype, device, placement, ops, None, parallel, None, memory())
     is_alone = parallel.layout.world_size == 1
     recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
-    return LoadedDraft(StandaloneDraft(model, recorded), model.weights, dtype, device, parallel, draft)
+    alone = StandaloneDraft(model, recorded)
+    return LoadedDraft(alone, model.weights, draft.hidden_size, dtype, device, parallel, draft)
 
 
 def build_drafting(
@@ -120,8 +154,16 @@ def draft_token_bytes(draft: LoadedDraft | None) -> int:
     return 0 if draft is None else draft.token_bytes
 
 
+def draft_tensors(draft: LoadedDraft | None, drafting: Drafting | None) -> DraftTensors:
+    """Return the tensors of a draft's weights and KV, none where no model drafts."""
+    if draft is None or not isinstance(drafting, ModelDrafting):
+        return DraftTensors((), ())
+    return DraftTensors(weight_tensors(draft.layer), drafting.runner.kv_pool.tensors)
+
+
 def _runner(draft: LoadedDraft, parts: DraftParts, most: int) -> DraftRunner:
-    kv_pool = KVPool(parts.num_slots, draft.model.kv_layers, draft.dtype, draft.device)
+    with parts.kv_memory():
+        kv_pool = KVPool(parts.num_slots, draft.model.kv_layers, draft.dtype, draft.device)
     if draft.model.needs_hidden:  # some tokens never get their KV, as of a prompt that is only scored
         for tensor in kv_pool.tensors:
             tensor.zero_()  # a NaN there would spoil all drafts behind it

@@ -2,7 +2,7 @@
 
 The step is one chunk of prompts behind the longest context, a token of every running request, and logits and samples
 for each of them.  Its KV is written to a small pool of its own.  All positions before the chunk share one slot, as the
-results do not matter.
+results do not matter.  Before it a draft computes the same tokens, on a small pool of its own.
 
 Shapes: T tokens of the step, N rows that are sampled, D hidden.
 """
@@ -17,8 +17,10 @@ from rollout.attention.registry import create_attention_backend
 from rollout.core.forward_batch import ForwardBatch, StateOperands
 from rollout.core.sampling_params import SamplingParams
 from rollout.distributed.parallel import Parallel
+from rollout.engine.build_drafts import LoadedDraft
 from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
 from rollout.executor.model_runner import ModelRunner
+from rollout.layers.context import ForwardContext
 from rollout.memory.kv_pool import KVPool, ReqToTokenPool
 from rollout.memory.state_pool import StatePool
 from rollout.model.model_state import ModelState
@@ -48,6 +50,7 @@ def activation_bytes(
     kv_dtype: torch.dtype | None = None,
     kernels_available: bool,
     wants_routes: bool,
+    draft: LoadedDraft | None = None,
 ) -> int:
     """Return the peak memory of the largest step on a CUDA device, in addition to weights and KV.
 
@@ -71,6 +74,7 @@ def activation_bytes(
         kv_dtype=kv_dtype,
         kernels_available=kernels_available,
         wants_routes=wants_routes,
+        draft=draft,
     )
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
@@ -89,8 +93,12 @@ def run_largest_step(
     kv_dtype: torch.dtype | None = None,
     kernels_available: bool,
     wants_routes: bool,
+    draft: LoadedDraft | None = None,
 ) -> int:
-    """Run the largest step.  Returns the bytes of the pools that were made for it."""
+    """Run the largest step, and the largest forward of `draft` before it.
+
+    Returns the bytes of the pools that were made for them.
+    """
     model = state.model
     kv_pool = KVPool(size.num_tokens, model.kv_layers, model.dtype, device, stored=kv_dtype)
     batch = _largest_batch(size, device, parallel)
@@ -105,11 +113,38 @@ def run_largest_step(
     runner = ModelRunner(state, kv_pool, backend, None, None, state_pool)
     if wants_routes:
         runner.route_observers.append(lambda *_: None)
+    beside = None if draft is None else _Beside(draft, size, attention, kernels_available)
+    if beside is not None:
+        beside.run(batch, sampler)
     hidden_TD, _ = runner.forward(batch)
     if model.lm_head is not None:
         _sample(sampler, runner.logits(hidden_TD[: size.num_rows]), device)
     tensors = [*kv_pool.tensors, *(state_pool.tensors if state_pool is not None else ()), batch.req_to_token]
+    tensors += [] if beside is None else beside.kv_pool.tensors
     return sum(tensor.nbytes for tensor in tensors)
+
+
+class _Beside:
+    """A draft's memory during the largest step: its attention's own, and the hidden states that it keeps.
+
+    A layer of the checkpoint keeps the final hidden states of the step before, of all its tokens.
+    """
+
+    def __init__(self, draft: LoadedDraft, size: StepSize, attention: str, kernels_available: bool) -> None:
+        self._draft, self._num_rows = draft, size.num_rows
+        self.kv_pool = KVPool(size.num_tokens, draft.model.kv_layers, draft.dtype, draft.device)
+        self._attention = create_attention_backend(attention, self.kv_pool, kernels_available, draft.parallel.tp)
+        self._hidden_TD: torch.Tensor | None = None
+        if draft.model.needs_hidden:
+            shape = size.num_tokens, draft.hidden_size
+            self._hidden_TD = torch.zeros(shape, dtype=draft.dtype, device=draft.device)
+
+    def run(self, batch: ForwardBatch, sampler: Sampler) -> None:
+        """Run the draft on the step's tokens, and sample as many rows as the step does."""
+        self._attention.plan(batch)
+        model = self._draft.model
+        hidden_TD = model(batch, ForwardContext(batch, self._attention), self._hidden_TD)
+        _sample(sampler, model.compute_logits(hidden_TD[: self._num_rows]), self._draft.device)
 
 
 def _sample(sampler: Sampler, logits_NV: torch.Tensor, device: torch.device) -> None:

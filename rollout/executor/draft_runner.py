@@ -98,6 +98,10 @@ class DraftRunner:
         # what each slot has the KV of: position << 32 | token id.  Another prefix with the same is a worse proposal.
         self._content = np.full(kv_pool.padding_slot, _NOTHING, dtype=np.int64)
 
+    def forget(self) -> None:
+        """Forget what each slot has the KV of, as after a flush: all of it is computed anew."""
+        self._content[:] = _NOTHING
+
     def known_len(self, slots: torch.Tensor, token_ids: np.ndarray) -> int:
         """Return how many of a sequence's first tokens have their KV here: slots and ids int64 [n], on the host."""
         differs = self._content[slots.numpy()] != _content(0, token_ids)

@@ -113,6 +113,7 @@ class CacheManager:
         self.states = states  # None: layers keep nothing but KV
         self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout, clock)
         self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, num_slots, device)
+        self.on_flush: Callable[[], None] = _nothing  # called once the slots are free
         self.num_private = 0  # slots held by requests and not by the cache
         self._ahead: list[torch.Tensor] = []  # [B] each; the last one is for the next step
         self._ahead_generation = -1  # of the decode batch that uses them
@@ -278,6 +279,7 @@ class CacheManager:
         self.pins.clear()
         self.prefix_cache.flush()
         self.require_accounted()
+        self.on_flush()
 
     def require_accounted(self) -> None:
         """Compare the counts of the free list, the prefix cache and the requests: cheap enough to stay on.
@@ -347,3 +349,7 @@ class CacheManager:
         self.prefix_cache.lock(node)
         self.prefix_cache.unlock(sequence.prefix_node)
         sequence.prefix_node = node
+
+
+def _nothing() -> None:
+    """Do nothing."""

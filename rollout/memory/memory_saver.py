@@ -10,7 +10,7 @@ So kernels, views, loaders and captured graphs that hold an address stay valid. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from rollout.memory.host_pages import HostPages, MemoryPages, Span, spans_of
 from weight_sync.unnamed_file import UnnamedFile
 
 TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+Group = MemoryTag | Literal["draft"]  # the weights of a draft are released with the model's
 
 
 class KeptCopyError(LockstepError):
@@ -56,38 +57,38 @@ class KeptCopy:
 
 
 class MemorySaver:
-    """Releases and provides the memory of the tensors of each tag.
+    """Releases and provides the memory of the tensors of each tag, and of a draft's weights.
 
     `tensors[tag]` are the tensors of a tag; a tag without tensors holds no memory here.  `pages` belong to the tensors'
     device.  Raises `StartupError` if the pages of a tensor cannot go back.
     """
 
-    def __init__(self, tensors: Mapping[MemoryTag, Sequence[torch.Tensor]], pages: MemoryPages | None = None) -> None:
+    def __init__(self, tensors: Mapping[Group, Sequence[torch.Tensor]], pages: MemoryPages | None = None) -> None:
         self._pages: MemoryPages = HostPages() if pages is None else pages
         for group in tensors.values():
             self._pages.check(group)
         self._tensors = tensors  # keeps the storages alive
         self._spans = {tag: spans_of(group) for tag, group in tensors.items()}
-        self._copies: dict[MemoryTag, KeptCopy] = {}
+        self._copies: dict[Group, KeptCopy] = {}
 
-    def nbytes(self, tag: MemoryTag) -> int:
+    def nbytes(self, tag: Group) -> int:
         """Return the bytes of the storages of `tag`."""
         return sum(span.nbytes for span in self._spans.get(tag, ()))
 
-    def keep_copy(self, tag: MemoryTag) -> None:
+    def keep_copy(self, tag: Group) -> None:
         """Copy the content to a file, for `restore`.  Raises `KeptCopyError`; nothing changed."""
         self.drop_copy(tag)
         self._copies[tag] = KeptCopy(self._pages, self._spans.get(tag, ()))
 
-    def has_copy(self, tag: MemoryTag) -> bool:
+    def has_copy(self, tag: Group) -> bool:
         return tag in self._copies
 
-    def drop_copy(self, tag: MemoryTag) -> None:
+    def drop_copy(self, tag: Group) -> None:
         copy = self._copies.pop(tag, None)
         if copy is not None:
             copy.close()
 
-    def restore(self, tag: MemoryTag) -> None:
+    def restore(self, tag: Group) -> None:
         """Put the kept copy back, bit for bit; it stays until it is dropped.
 
         Raises `KeptCopyError`; content and copy are lost then.
@@ -98,14 +99,14 @@ class MemorySaver:
             self.drop_copy(tag)
             raise
 
-    def discard(self, tag: MemoryTag) -> None:
-        """Give the pages of `tag` back to the system.  Its content is lost."""
-        self._pages.discard(self._spans.get(tag, ()))
+    def discard(self, *tags: Group) -> None:
+        """Give the pages of `tags` back to the system.  Their content is lost."""
+        self._pages.discard([span for tag in tags for span in self._spans.get(tag, ())])
 
-    def provide(self, tags: Sequence[MemoryTag]) -> None:
+    def provide(self, tags: Sequence[Group]) -> None:
         """Take memory for all these tags or none; returned memory holds zeros now.  Raises `MemoryTakenError`."""
         self._pages.provide([span for tag in tags for span in self._spans.get(tag, ())])
 
-    def is_provided(self, tag: MemoryTag) -> bool:
+    def is_provided(self, tag: Group) -> bool:
         """Return whether the memory of `tag` may be read and written."""
         return self._pages.is_provided(self._spans.get(tag, ()))

@@ -75,13 +75,16 @@ def load_mtp(
     device: torch.device | str,
     ops: Ops,
     moe_backend: MoeBackend | None = None,
+    memory: AbstractContextManager[object] | None = None,
 ) -> MtpHead:
     """Build the layer that predicts one token further for `model`, and fill its weights from the model's folder.
 
     The checkpoint's copies of the embedding and of the output head are left out, as the layer uses the model's own.
+    `memory`: see `load_model`.
     Raises `StartupError` in one line, also if the model has no such layer or the folder has no tensors of it.
     """
-    head = MtpHead(model, device, ops, moe_backend)
+    with memory or nullcontext():
+        head = MtpHead(model, device, ops, moe_backend)
     prefix = head.spec.prefix
     if not any(meta.name.startswith(prefix) for shard in open_checkpoint(model_path) for meta in shard.metas):
         raise StartupError(

@@ -153,6 +153,9 @@ class Drafting:
         if self._drafter is not None:
             self._drafter.forget(req)
 
+    def flush(self) -> None:
+        """Forget the KV of drafts, as that of the served model is flushed.  No request has any."""
+
     def _offered(self, reqs: Sequence[Req]) -> list[tuple[int, _State, Draft]]:
         """Return the drafts that have tokens, each with the row and the state of its request."""
         asked = [(row, state) for row, req in enumerate(reqs) if (state := self._state_of(req)).is_drafted]

@@ -127,6 +127,11 @@ class ModelDrafting(Drafting):
         self._reaches.pop(req, None)
         self._kept.pop(req, None)
 
+    def flush(self) -> None:
+        self._reaches.clear()
+        self._kept = {}
+        self.runner.forget()
+
     def _chosen(self, plan: StepPlan, cache: CacheManager) -> list[int]:
         """Return how many tokens of each request of the decode batch the draft should propose."""
         reqs = plan.decodes.reqs

@@ -10,6 +10,7 @@ import torch
 
 from rollout.distributed.parallel import Parallel
 from rollout.engine import build, warm_up
+from rollout.engine.build_drafts import LoadedDraft
 from rollout.engine.warm_up import StepSize, activation_bytes, run_largest_step
 from rollout.executor.model_runner import ModelRunner
 from rollout.kernels.ops import plain_ops
@@ -79,6 +80,44 @@ def test_the_largest_step_has_rows_for_adapters_where_there_are_slots(
     for state in (plain, adapted):
         run_largest_step(state, sampler, StepSize(num_tokens=8, num_rows=2, context_length=16), **arguments())
     assert seen[0] is None and seen[1].tolist() == [-1] * 8
+
+
+def test_a_draft_computes_the_largest_step_before_the_model(
+    states: dict[str, ModelState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its activations count, and its pool does not: the KV pool is sized with a token of both."""
+    seen: list[Any] = []
+    forward = ModelRunner.forward
+
+    class Draft:
+        """A draft that reads the served model's hidden states, as a layer of its checkpoint does."""
+
+        needs_hidden = True
+        kv_layers = states["dense"].model.kv_layers
+
+        def __call__(self, batch: Any, context: Any, hidden_TD: torch.Tensor) -> torch.Tensor:
+            seen.append(("draft", batch.num_tokens, hidden_TD.shape))
+            assert context.attention.kv.padding_slot == batch.num_tokens, "on a pool of its own"
+            return states["dense"].model(batch, context)
+
+        compute_logits = states["dense"].model.compute_logits
+
+    def noted(self: ModelRunner, batch: Any) -> Any:
+        seen.append(("model", batch.num_tokens))
+        return forward(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", noted)
+    state, sampler = states["moe"], select_sampler(torch.float32, torch.device("cpu"), False)
+    size = state.model.config.hidden_size
+    draft = LoadedDraft(
+        Draft(), states["dense"].model.weights, size, torch.float32, torch.device("cpu"), state.model.parallel
+    )
+    step = StepSize(num_tokens=40, num_rows=8, context_length=64)
+    alone = run_largest_step(state, sampler, step, **arguments())
+    seen.clear()
+    both = run_largest_step(state, sampler, step, **arguments(), draft=draft)
+    assert seen == [("draft", 40, (40, size)), ("model", 40)]
+    assert both - alone == 41 * kv_bytes_per_token(Draft.kv_layers, torch.float32)
 
 
 def test_a_cpu_is_not_measured(states: dict[str, ModelState]) -> None:
