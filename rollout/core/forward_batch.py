@@ -23,8 +23,8 @@ class StepKind(enum.IntEnum):
     """The kinds of steps that captures tell apart.  A step of several ranks is of the least kind of any rank."""
 
     IN_PYTHON = 0  # routers follow given routes in some rows, or hidden states between layers are wanted
-    PROMPTS = 1  # with or without requests that decode
-    DECODE = 2  # alone, or nothing at all
+    PROMPTS = 1  # with or without requests that decode; drafts whose sequences read their KV once
+    DECODE = 2  # alone, or nothing at all; drafts whose tokens may each be a decoding row
 
 
 class StateOperands(NamedTuple):
@@ -97,7 +97,7 @@ class ForwardBatch:
 
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
     kind_everywhere: StepKind = StepKind.IN_PYTHON
-    """The least kind of all attention-DP ranks.  It is read where there are several."""
+    """The least kind of all attention-DP ranks.  A step of one rank has it where it verifies drafts."""
 
     def kv_slots(self, window: int | None) -> torch.Tensor:
         """Return the slots that the step's tokens write in a layer with this window; None: a layer without a window."""

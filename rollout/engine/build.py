@@ -184,7 +184,7 @@ def build_scheduler(
     build_control(
         args, scheduler, model, layout, channel.wake, static_state, device, pages, draft_tensors(draft, drafting)
     )
-    capture_all(args, runner, scheduler.cache, sampler, ops)
+    capture_all(args, runner, scheduler.cache, sampler, ops, drafting)
     keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
@@ -324,7 +324,7 @@ def _limits(
     kept = Kept(
         staging=_staging_bytes(args, model_bytes),
         activations=activations,
-        graphs=bytes_to_reserve(args, model),
+        graphs=bytes_to_reserve(args, model, 0 if draft is None else len(draft.model.kv_layers)),
         tables=table_bytes,
     )
     usable = int(available * args.memory_fraction) - kept.total

@@ -1,4 +1,7 @@
-"""Captures the steps that only decode, if that is possible and wanted, and logs the result or the reason."""
+"""Captures the steps that decode or verify, and a draft's forwards, if that is possible and wanted.
+
+It logs the result or the reason.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,44 @@ from rollout.attention.base import AttentionBackend
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import StartupError
+from rollout.engine.build_drafts import max_logits_rows
 from rollout.executor.captures import GraphPool
 from rollout.executor.cuda_graph import graph_pools
+from rollout.executor.draft_graphs import DraftGraphs, Forward
+from rollout.executor.draft_runner import DraftRunner, StandaloneDraft
 from rollout.executor.graph_buffers import GraphBuffers
 from rollout.executor.graph_runner import GraphRunner, graph_batch_sizes
 from rollout.executor.model_runner import ModelRunner
 from rollout.executor.piece_runner import PieceRunner, graph_token_counts
 from rollout.executor.token_buffers import TokenBuffers
 from rollout.kernels.ops import Ops
+from rollout.layers.layer import Layer
 from rollout.memory.available import available_memory_bytes
 from rollout.memory.cache_manager import CacheManager
 from rollout.memory.kv_pool import KVPool, ReqToTokenPool
 from rollout.memory.window_pages import WindowPages
 from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.mtp import MtpHead
+from rollout.model.weight_loading import weight_tensors
 from rollout.sampling.base import Sampler
+from rollout.scheduler.drafting import Drafting
+from rollout.scheduler.model_drafting import ModelDrafting
 
 DEFAULT_MAX_BS = 256
 
 
-def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, sampler: Sampler, ops: Ops) -> None:
-    """Capture all graphs and give them to `runner`.  Called once weights, KV and observers of routes are there.
+def capture_all(
+    args: ServerArgs,
+    runner: ModelRunner,
+    cache: CacheManager,
+    sampler: Sampler,
+    ops: Ops,
+    drafting: Drafting | None,
+) -> None:
+    """Capture all graphs and give them to `runner`, and to the runner of a draft.
 
-    A model that only pools has none, as it never decodes.  Raises `StartupError` if a capture fails.
+    Called once weights, KV and observers of routes are there.  A model that only pools has none, as it never decodes.
+    Raises `StartupError` if a capture fails.
     """
     device = torch.device(args.device)
     is_off = args.disable_cuda_graph or runner.state.model.lm_head is None
@@ -61,6 +80,8 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
             runner.pieces.capture_all(runner.wants_routes)
         runner.graphs = _graphs(runner, cache, sampler, sizes, new_pool)
         runner.graphs.capture_all(runner.wants_routes)
+        if isinstance(drafting, ModelDrafting):
+            _capture_draft(args, runner, runner.graphs.sizes, cache, drafting.runner, new_pool)
     except RuntimeError as error:
         raise StartupError(
             f"capturing steps failed: {error}; give a smaller --cuda-graph-max-bs or "
@@ -68,6 +89,43 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
         ) from error
     taken, seconds = before - available_memory_bytes(device), time.monotonic() - began
     say(f"captured {len(sizes) + len(token_counts)} sizes in {seconds:.1f} s and {max(taken, 0) / 2**20:.0f} MiB")
+
+
+def _capture_draft(
+    args: ServerArgs,
+    runner: ModelRunner,
+    sizes: list[int],
+    cache: CacheManager,
+    draft: DraftRunner,
+    new_pool: Callable[[], GraphPool],
+) -> None:
+    """Capture the forwards of `draft` for the sizes of the captured steps, and give them to it.
+
+    A draft that sends tokens to other ranks' experts runs in Python, as does one whose groups of ranks meet.
+    """
+    if args.moe_a2a_backend != "none" or draft.meets_groups or draft.attention.for_graph(1) is None:
+        reason = "its attention or --moe-a2a-backend cannot be, or groups of ranks share its experts"
+        say(f"forwards of the draft are not captured: {reason}", "WARNING")
+        return
+    kv_pool = draft.kv_pool
+    forward, layers, hidden_size = _parts_of(draft, runner.state.model)
+    like = torch.empty(hidden_size, dtype=kv_pool.dtype, device=kv_pool.k[0].device)
+    buffers = GraphBuffers(sizes[-1], kv_pool, cache.pool, None, like, like.new_empty((0, 0), dtype=torch.int64))
+    weights = [tensor for layer in layers for tensor in weight_tensors(layer)]
+    given = like if draft.model.needs_hidden else None
+    draft.graphs = DraftGraphs(
+        forward, draft.attention, buffers, sizes, new_pool, given, runner.state, weights, draft.ranks
+    )
+    draft.graphs.capture_all()
+
+
+def _parts_of(draft: DraftRunner, served: DecoderForCausalLM) -> tuple[Forward, list[Layer], int]:
+    """Return the forward of a draft in Python, the layers that it reads, and the size of its hidden states."""
+    model = draft.model
+    if isinstance(model, StandaloneDraft):
+        return model.in_python, [model.model], model.model.config.hidden_size
+    assert isinstance(model, MtpHead)
+    return model, [model, served], served.config.hidden_size
 
 
 def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -> str | None:
@@ -105,13 +163,14 @@ def _token_counts(args: ServerArgs, model: DecoderForCausalLM) -> list[int]:
     return list(takewhile(lambda count: model.capture_obstacle(count) is None, counts))
 
 
-def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
-    """Estimate the device memory that `capture_all` will take, as the KV pool is sized before.  Not measured so far.
+def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM, draft_layers: int = 0) -> int:
+    """Estimate the device memory that the captures will take, as the KV pool is sized before.  Not measured so far.
 
     The intermediate results of the largest step, with several copies of its logits in float32, are held once for all
     sizes.  So are its sampling masks, with log-probabilities.  A rank's experts may get the tokens of all attention-DP
     ranks.  The driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.  Steps in pieces hold the
-    same once more, for tokens without logits.  A server of adapters records forwards with them and without.
+    same once more, for tokens without logits.  A server of adapters records forwards with them and without.  A draft of
+    `draft_layers` layers has recordings of its own, whose tokens are counted as the model's: they have no logits.
     """
     if args.disable_cuda_graph or model.lm_head is None or graph_pools(torch.device(args.device)) is None:
         return 0
@@ -122,11 +181,15 @@ def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
     masks = 2 * min(args.sampling_mask_max_tokens, config.vocab_size)
     requests = 4 * sizes[-1] * (4 * config.vocab_size + 64 * config.hidden_size * groups + masks)
     tokens = 16 * most * config.hidden_size * max(config.num_experts_per_tok, 4) * groups
-    return requests + tokens + kernels * 2048
+    of_draft = 0
+    if draft_layers:
+        of_draft = 256 * sizes[-1] * config.hidden_size + (25 * draft_layers + 50) * len(sizes) * 2048
+    return requests + tokens + kernels * 2048 + of_draft
 
 
 def _sizes(args: ServerArgs) -> list[int]:
-    return graph_batch_sizes(min(args.cuda_graph_max_bs or DEFAULT_MAX_BS, args.max_running_requests))
+    """Return the numbers of rows to capture: of all requests, with their drafts, up to the most that are captured."""
+    return graph_batch_sizes(max_logits_rows(args, args.cuda_graph_max_bs or DEFAULT_MAX_BS))
 
 
 def _graphs(

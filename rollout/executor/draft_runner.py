@@ -27,6 +27,7 @@ from rollout.core.forward_batch import DecodeRows, ForwardBatch
 from rollout.core.host_copy import to_device
 from rollout.distributed.communicator import Communicator
 from rollout.distributed.parallel import Parallel
+from rollout.executor.draft_graphs import DraftGraphs
 from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
 from rollout.executor.recorded_forward import RecordedForward
 from rollout.layers.context import ForwardContext
@@ -55,6 +56,10 @@ class StandaloneDraft:
         if self._recorded is None:
             return self.model(batch, context)
         return self._recorded(batch, context, None, ())[0]
+
+    def in_python(self, batch: ForwardBatch, context: ForwardContext, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+        """Return the states as a call does, without a tape."""
+        return self.model(batch, context)
 
     def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_ND)
@@ -95,8 +100,19 @@ class DraftRunner:
         self._most = most
         self.kv_pool = kv_pool
         self._attention = attention
+        self.graphs: DraftGraphs | None = None  # None: no forward is replayed
         # what each slot has the KV of: position << 32 | token id.  Another prefix with the same is a worse proposal.
         self._content = np.full(kv_pool.padding_slot, _NOTHING, dtype=np.int64)
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """The attention over its KV."""
+        return self._attention
+
+    @property
+    def ranks(self) -> Communicator:
+        """The ranks that share its requests."""
+        return self._ranks
 
     def forget(self) -> None:
         """Forget what each slot has the KV of, as after a flush: all of it is computed anew."""
@@ -162,11 +178,14 @@ class DraftRunner:
         return self._forward(batch, torch.cat(hidden) if hidden else None, tokens)
 
     def _forward(self, batch: ForwardBatch, hidden_TD: torch.Tensor | None, tokens: list[int]) -> torch.Tensor:
+        given = hidden_TD if self.model.needs_hidden else None
+        replayed = None if self.graphs is None else self.graphs.forward(batch, given)
+        if replayed is not None:
+            return replayed
         if self.meets_groups:
             batch.global_num_tokens = tokens
         self._attention.plan(batch)
-        context = ForwardContext(batch, self._attention)
-        return self.model(batch, context, hidden_TD if self.model.needs_hidden else None)
+        return self.model(batch, ForwardContext(batch, self._attention), given)
 
 
 def _enter(proposed: list[list[int]], drawn: Sequence[torch.Tensor], ranks: Communicator) -> None:

@@ -11,6 +11,10 @@ Each size has two recordings.  One is the forward, which writes the routers' cho
 has a second one, for steps with adapters.  The other is output head and sampling, with log-probabilities and masks.  A
 step with rows that are not plain (`PlainRows`) replays only the first.
 
+A step that verifies drafts is replayed as one that decodes, with a row for each of its tokens.  Each row reads the KV
+of its request by itself, so `takes_verify` has a limit.  Steps beyond it run in pieces (`piece_runner`), whose
+attention reads it once.
+
 The ranks of an engine exchange tensors within a recording, of sizes that padding fixes.  They replay together: each
 takes the size for the rank with the most tokens, also if it has none itself, and plays padding.
 
@@ -30,8 +34,9 @@ from rollout.attention.base import AttentionBackend
 from rollout.core.errors import FatalError
 from rollout.core.forward_batch import ForwardBatch, StepKind
 from rollout.core.sampling_params import SamplingParams
-from rollout.executor.captures import Conditions, GraphPool, Replay, adapted_forms, forward_into
+from rollout.executor.captures import Conditions, GraphPool, Replay, adapted_forms, forward_into, reads_little_again
 from rollout.executor.graph_buffers import GraphBuffers
+from rollout.executor.input_builder import as_decoding_rows
 from rollout.layers.context import States
 from rollout.memory.state_pool import StatePool
 from rollout.model.model_state import ModelState
@@ -40,7 +45,7 @@ from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 
 class StepPlan:
-    """A step of `count` requests that can be played now, padded to `size`.  Only `GraphRunner` makes it.
+    """A step of `count` rows that can be played now, padded to `size`.  Only `GraphRunner` makes it.
 
     It allows each part of the step once, in order, until the next step is planned.  `is_adapted`: with adapters.
     """
@@ -105,7 +110,7 @@ class GraphRunner:
     def forward(self, batch: ForwardBatch, with_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Replay the step and return copies of its hidden states [n, D] and, `with_routes`, its logical ids [n, L, K].
 
-        Returns None for steps that are never captured: with prompts or forced routes, or with more requests than the
+        Returns None for steps that are never captured: with prompts or forced routes, or with more rows than the
         largest size.  The ranks of an engine all replay the step or all get None.
         """
         plan = self.plan(batch, with_routes)
@@ -142,12 +147,20 @@ class GraphRunner:
         self._renew(with_routes)
         is_adapted = batch.adapters is not None or self._forms[0]
         step = self._captured.get((size, is_adapted)) or self._capture(size, is_adapted, with_routes)
-        self._buffers.fill(batch)
+        self._buffers.fill(as_decoding_rows(batch) if batch.extend_lens else batch)
         return self._planned(step, StepPlan(size, batch.num_tokens, is_adapted))
 
     def skip(self) -> None:
         """Note that the next step is not replayed, on any rank, so that `sample` returns None for it."""
         self._plan = None
+
+    def takes_verify(self, num_rows: int, num_read_again: int) -> bool:
+        """Return whether a step of `num_rows` rows that verifies drafts is replayed, as far as this rank can tell.
+
+        `num_read_again`: the KV that its rows read after the first row of their request has read it, in tokens.
+        """
+        takes_rows = self._state_pool is None and num_rows <= self.sizes[-1]
+        return takes_rows and reads_little_again(self._attention.kv, num_read_again)
 
     def _size_for(self, batch: ForwardBatch) -> int | None:
         """Return the size that the step is padded to, or None if it is not replayed; the same on all ranks.
@@ -156,7 +169,8 @@ class GraphRunner:
         """
         counts = batch.global_num_tokens
         if counts is None:
-            counts, decodes = [batch.num_tokens], not batch.extend_lens and batch.forced_routes is None
+            counts, is_plain = [batch.num_tokens], batch.forced_routes is None
+            decodes = is_plain and (not batch.extend_lens or batch.kind_everywhere is StepKind.DECODE)
         else:
             decodes = batch.kind_everywhere is StepKind.DECODE
         if not decodes or not 0 < max(counts) <= self.sizes[-1]:

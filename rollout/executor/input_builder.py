@@ -1,11 +1,11 @@
 """Builds one step's `ForwardBatch` from plain lists and arrays.
 
-Shapes: B decoding requests.
+Shapes: B decoding requests, T tokens of a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -51,6 +51,34 @@ def build_forward_batch(
     """
     decode_batch = _decode_only(decode, decode_slots, pool)
     return _with_extends(extends, decode_batch) if extends else decode_batch
+
+
+def as_decoding_rows(batch: ForwardBatch) -> ForwardBatch:
+    """Return the step with a decoding row for each of its tokens, which reads the KV up to its own position.
+
+    A layer stores the KV of all tokens before any of them attends.  So rows of one sequence see one another as its
+    tokens do.  `batch` has no recurrent states.
+    """
+    assert batch.states is None, "a state goes from token to token"
+    lens = np.array(batch.extend_lens, dtype=np.int64)
+    first = np.array(batch.extend_prefix_lens, dtype=np.int64) + 1
+    rows = np.array(batch.extend_req_pool_indices, dtype=np.int64).repeat(lens)
+    seq_lens = first.repeat(lens) + np.arange(lens.sum()) - (lens.cumsum() - lens).repeat(lens)
+    decode = batch.decode
+    host = torch.stack(
+        [
+            torch.cat([torch.from_numpy(rows), decode.req_pool_indices_host]),
+            torch.cat([torch.from_numpy(seq_lens), decode.seq_lens_host]),
+        ]
+    )
+    rows_T, lens_T = to_device(host, batch.req_to_token.device).unbind()
+    return replace(
+        batch,
+        extend_req_pool_indices=[],
+        extend_prefix_lens=[],
+        extend_lens=[],
+        decode=DecodeRows(rows_T, lens_T, *host.unbind()),
+    )
 
 
 def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTokenPool) -> ForwardBatch:

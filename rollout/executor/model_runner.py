@@ -108,6 +108,10 @@ class ModelRunner:
         """Sample the step that was forwarded last as `Sampler.sample` does, if its sampling was captured; else None."""
         return None if self.graphs is None else self.graphs.sample(info, positions_N)
 
+    def takes_verify(self, num_rows: int, num_read_again: int) -> bool:
+        """Return whether a step that verifies drafts is replayed as a whole: see `GraphRunner.takes_verify`."""
+        return self.graphs is not None and self.graphs.takes_verify(num_rows, num_read_again)
+
     def _computed(
         self, batch: ForwardBatch, layer_states: LayerStates | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -47,6 +47,14 @@ class StepPlan:
     def num_drafted(self) -> int:
         return sum(len(draft.token_ids) for draft in self.drafts)
 
+    @property
+    def num_read_again(self) -> int:
+        """The tokens whose KV is read again, where each drafted token reads its sequence by itself."""
+        if not self.drafts:
+            return 0
+        lens = self.decodes.inputs.seq_lens.tolist()
+        return sum(len(draft.token_ids) * seq_len for draft, seq_len in zip(self.drafts, lens, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:

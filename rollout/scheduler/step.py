@@ -26,7 +26,7 @@ from rollout.executor.model_runner import ModelRunner, StepRoutes
 from rollout.memory.cache_manager import CacheManager
 from rollout.model.adapters import slots_of_tokens
 from rollout.model.model_state import ServingEpoch
-from rollout.sampling.base import Sampler, ScoredTokens
+from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.drafting import Drafting
@@ -120,6 +120,8 @@ class StepRunner:
         batch, slots = self._build(plan, epoch, verified)
         if counts is not None:
             batch.global_num_tokens, batch.kind_everywhere = counts
+        elif verified is not None:
+            batch.kind_everywhere = self.kind_of(plan)
         phase("build")
         hidden_TD, routes, hidden = self._forward(plan, verified, batch)
         observed = None
@@ -127,9 +129,7 @@ class StepRunner:
             observed = Observed(batch, routes.rows_TLK, sum(item.count for item in extends))
         if plan.is_empty:  # another rank's tokens needed this one's experts
             return InFlight(epoch, self._num_ended, routes, observed=observed, is_idle=True)
-        tokens = None
-        if decodes and not extends and verified is None:
-            tokens = self._runner.sample_replayed(self._rows_of(decodes).info, decodes.output_counts)
+        tokens = None if extends or not decodes else self._replayed(decodes, verified)
         if tokens is None:
             logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends or verified else hidden_TD)
         phase("forward")
@@ -146,8 +146,9 @@ class StepRunner:
             logits_NV = self._sample_first(completed, logits_NV, sampled)
         drafted: Verified | None = None
         if verified is not None:
-            verified.restrict()
-            tokens = self._sampler.sample(logits_NV, verified.info, verified.positions)
+            if tokens is None:
+                verified.restrict()
+                tokens = self._sampler.sample(logits_NV, verified.info, verified.positions)
             drafted = Verified(verified, slots, tokens)
         elif decodes:
             rows = self._rows_of(decodes)
@@ -173,6 +174,12 @@ class StepRunner:
         if self._drafting is not None and self._drafting.needs_hidden:
             self._drafting.see(list(spans_of(plan, verified)), hidden_TD)
         return hidden_TD, routes, self._hidden.take(plan, verified, hidden_TD, kept) if wanted else ()
+
+    def _replayed(self, decodes: DecodeBatch, verified: VerifiedRows | None) -> SampledTokens | None:
+        """Sample the rows of a step without prompts, with their drafts, if its sampling was captured; else None."""
+        if verified is not None:
+            return self._runner.sample_replayed(verified.info, verified.positions)
+        return self._runner.sample_replayed(self._rows_of(decodes).info, decodes.output_counts)
 
     def _verified_rows(self, plan: StepPlan) -> VerifiedRows:
         device = self._cache.pool.newest_tokens.device
@@ -272,7 +279,9 @@ class StepRunner:
         """Return the kind of this rank's step."""
         if self._replays(plan) or self._hidden.between(self._hidden.wanted(plan)) is not None:
             return StepKind.IN_PYTHON
-        return StepKind.PROMPTS if plan.extends or plan.drafts else StepKind.DECODE
+        if plan.extends or (plan.drafts and not self._runner.takes_verify(plan.num_tokens, plan.num_read_again)):
+            return StepKind.PROMPTS
+        return StepKind.DECODE
 
     def _replays(self, plan: StepPlan) -> bool:
         """Return whether a request of the step has routes to replay."""
