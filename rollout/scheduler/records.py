@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import compress, count
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,10 +24,9 @@ from rollout.core.messages.req_output import (
     FinishedRecord,
     FinishReason,
     LogprobDelta,
-    PromptLogprobs,
     ReqOutput,
     RoutedExpertsPayload,
-    SamplingMaskDelta,
+    StreamedRows,
     VersionSpan,
 )
 from rollout.grammar.restriction import Restriction
@@ -39,7 +39,8 @@ from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.alternatives import host_floats, host_ids
 from rollout.scheduler.pooling import pooled_rows
-from rollout.scheduler.req import PromptRecord, Req, SavedRows
+from rollout.scheduler.record_parts import mask_delta, prompt_logprobs
+from rollout.scheduler.req import Req, SavedRows
 from rollout.scheduler.stop import StopChecker
 
 _MAX_END_IDS = 4096  # of all rows together, collected whenever a row joins or leaves
@@ -252,7 +253,7 @@ class RecordReader:
             return
         kept = len(req.saved_rows.epochs) if req.saved_rows else 0
         if len(slots) > kept:
-            req.saved_rows = SavedRows(*self._rows(req, slots, epochs, len(slots)))
+            req.saved_rows = SavedRows(*self._rows(req, slots, 0, len(slots)))
 
     def oldest_epoch_held(self, req: Req) -> int | None:
         """Return the oldest weight epoch of the KV that `req` holds now; None if it holds none."""
@@ -281,10 +282,18 @@ class RecordReader:
             num_output_tokens=len(req.output_ids),
             weight_version=self._state.epoch.weight_version if version is None else version,
             logprobs=logprobs,
-            mask=_mask_delta(req, first) if req.source.return_sampling_mask else None,
+            mask=mask_delta(req, first) if req.source.return_sampling_mask else None,
             finished=self._finished(req, req.finished) if req.finished else None,
             adapter=None if req.adapter is None else req.adapter.label,
+            rows=self._streamed(req, first) if req.source.stream_rows and not req.finished else None,
         )
+
+    def _streamed(self, req: Req, first: int) -> StreamedRows:
+        """Return the rows of the tokens from output token `first` on, which were not sent yet."""
+        spans = req.output.versions.spans(len(req.output_ids))
+        versions = [msgspec.structs.replace(span, start=max(span.start, first)) for span in spans if span.end > first]
+        begin = req.prompt_len + first - 1 if first else 0
+        return StreamedRows(versions=versions, routes=self._routes(req, self._slots(req), begin))
 
     def _finished(self, req: Req, reason: FinishReason) -> FinishedRecord:
         slots = self._slots(req)
@@ -300,44 +309,45 @@ class RecordReader:
             prefill_weight_versions=self._epoch_spans(_prompt_epochs(req, epochs)),
             kv_weight_version_oldest=None if oldest is None else self._state.version_of(oldest),
             kv_weight_epoch_oldest=oldest,
-            routed_experts=self._routes(req, slots, epochs),
-            prompt_logprobs=_prompt_logprobs(req.prompt_record) if req.prompt_record else None,
+            routed_experts=self._routes(req, slots),
+            prompt_logprobs=prompt_logprobs(req.prompt_record) if req.prompt_record else None,
             pooled=pooled_rows(req.output.pool) if req.output.pool and reason.type != "abort" else None,
             hidden_states=req.output.hidden.message() if req.output.hidden else None,
             drafts=req.output.drafts,
         )
 
-    def _routes(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray) -> RoutedExpertsPayload | None:
-        """Return rows `start .. num_tokens - 2` of the routes; fewer only if an abort came before the forward."""
+    def _routes(self, req: Req, slots: np.ndarray, begin: int = 0) -> RoutedExpertsPayload | None:
+        """Return rows `start .. num_tokens - 2` of the routes; fewer only if an abort came before the forward.
+
+        Rows before `begin` are left out.
+        """
         if self._route_store is None or not req.source.return_routed_experts:
             return None
         saved = len(req.saved_rows.epochs) if req.saved_rows else 0
         end = min(max(saved, len(slots)), req.num_tokens - 1)
-        start = min(req.source.routed_experts_start_len, end)
-        routes, epochs = self._rows(req, slots, slot_epochs, end)
-        rows = routes[start:]
+        start = min(max(req.source.routed_experts_start_len, begin), end)
+        rows, epochs = self._rows(req, slots, start, end)
         return RoutedExpertsPayload(
             data=rows.tobytes(),
             dtype="uint8" if rows.dtype == np.uint8 else "uint16",
             num_rows=rows.shape[0],
             start=start,
-            versions=self._epoch_spans(epochs[start:]),
+            versions=self._epoch_spans(epochs),
         )
 
-    def _rows(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return routes [end, L, K] and epochs [end] of the first tokens; saved rows win over recomputed ones.
+    def _rows(self, req: Req, slots: np.ndarray, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return routes [n, L, K] and epochs [n] of tokens `start .. end - 1`; saved rows win over recomputed ones.
 
-        `slots` and `slot_epochs` belong to the tokens whose KV is there.
+        `slots` belong to the tokens whose KV is there.
         """
         assert self._route_store is not None
         saved = req.saved_rows
         kept = min(len(saved.epochs), end) if saved else 0
-        routes = self._route_store.read(slots[kept:end])
-        if saved is None:
-            return routes, slot_epochs[:end]
-        return np.concatenate([saved.routes[:kept], routes]), np.concatenate(
-            [saved.epochs[:kept], slot_epochs[kept:end]]
-        )
+        held = slots[max(start, kept) : end]
+        routes, epochs = self._route_store.read(held), self._kv_pool.epochs(held)
+        if saved is None or kept <= start:
+            return routes, epochs
+        return np.concatenate([saved.routes[start:kept], routes]), np.concatenate([saved.epochs[start:kept], epochs])
 
     def _slots(self, req: Req) -> np.ndarray:
         """Return the slots of the tokens whose KV is there, and part of the record [recorded_len]."""
@@ -364,31 +374,6 @@ def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
     if req.given_up_epochs is None or len(held) >= len(req.given_up_epochs):
         return held
     return np.concatenate([held, req.given_up_epochs[len(held) :]])
-
-
-def _mask_delta(req: Req, first: int) -> SamplingMaskDelta:
-    """Return the masks of the tokens from `first` on."""
-    record = req.output
-    kept_ids = record.kept_ids[first:]
-    return SamplingMaskDelta(
-        counts=[len(ids) for ids in kept_ids],
-        token_ids=b"".join(ids.astype("<i4").tobytes() for ids in kept_ids),
-        logprobs=record.mask_logprobs[first:],
-        kept_logprobs=(
-            b"".join(values.astype("<f4").tobytes() for values in record.kept_logprobs[first:])
-            if req.source.sampling_logprobs_mode == "support"
-            else None
-        ),
-    )
-
-
-def _prompt_logprobs(record: PromptRecord) -> PromptLogprobs:
-    return PromptLogprobs(
-        start=record.start,
-        values=record.values,
-        versions=record.versions.spans(len(record.values)),
-        alternatives=record.alternatives.message(),
-    )
 
 
 def _drop(_: int) -> None:

@@ -60,6 +60,7 @@ class TokenizedGenerateReqInput(Message):
     input_ids: list[int]
     sampling_params: SamplingParams
     stream: bool = False
+    stream_rows: bool = False  # each output of the stream has the versions and the routes of its tokens
     return_logprob: bool = False
     logprob_start_len: int = -1  # -1: no prompt log-probabilities
     top_logprobs_num: int = 0

@@ -171,11 +171,22 @@ class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     drafts: DraftTally | None = None  # None: the server drafts nothing
 
 
+class StreamedRows(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The versions of the tokens in one `ReqOutput`, as spans over all output tokens, and the rows of routes so far.
+
+    `routes` has the rows that the output before did not have; None: none were asked for.
+    """
+
+    versions: list[VersionSpan]
+    routes: RoutedExpertsPayload | None = None
+
+
 class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Tokens of one request since its last `ReqOutput`.
 
     Streaming requests get one every step; others only one, with `finished` set.  `num_output_tokens` counts
-    all tokens so far, so that a lost message would be noticed.
+    all tokens so far, so that a lost message would be noticed.  `rows` are of requests that ask for `stream_rows`, but
+    not of the last output: its `finished` has all rows.
     """
 
     rid: str
@@ -186,6 +197,7 @@ class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     mask: SamplingMaskDelta | None = None
     finished: FinishedRecord | None = None
     adapter: AdapterLabel | None = None  # None: the base model alone
+    rows: StreamedRows | None = None
 
     @classmethod
     def never_ran(cls, rid: str, weight_version: str, message: str, status_code: int | None = None) -> ReqOutput:
