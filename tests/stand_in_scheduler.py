@@ -44,6 +44,7 @@ from rollout.core.messages.req_output import (
     PromptLogprobs,
     ReqOutput,
     RoutedExpertsPayload,
+    StreamedRows,
     VersionSpan,
 )
 from tests.alternatives import alternatives
@@ -243,10 +244,15 @@ class StandInScheduler:
         )
         self._report(running, record)
 
-    def _routes(self, source: TokenizedGenerateReqInput, end: int) -> RoutedExpertsPayload | None:
+    def _rows(self, source: TokenizedGenerateReqInput, first: int, count: int) -> StreamedRows:
+        begin = len(source.input_ids) + first - 1 if first else 0
+        routes = self._routes(source, len(source.input_ids) + count - 1, begin)
+        return StreamedRows(versions=[VersionSpan(self.version, first, count)], routes=routes)
+
+    def _routes(self, source: TokenizedGenerateReqInput, end: int, begin: int = 0) -> RoutedExpertsPayload | None:
         if not source.return_routed_experts:
             return None
-        start = min(source.routed_experts_start_len, end)
+        start = min(max(source.routed_experts_start_len, begin), end)
         spans = [VersionSpan(self.version, 0, end - start)] if end > start else []
         return RoutedExpertsPayload(
             data=route_rows(start, end), dtype="uint8", num_rows=end - start, start=start, versions=spans
@@ -276,7 +282,8 @@ class StandInScheduler:
 
     def _report(self, running: _Running, record: FinishedRecord | None) -> None:
         source = running.source
-        new = running.token_ids[running.num_sent :]
+        first = running.num_sent
+        new = running.token_ids[first:]
         running.num_sent = len(running.token_ids)
         logprobs = None
         if source.return_logprob:
@@ -291,6 +298,7 @@ class StandInScheduler:
             weight_version=self.version,
             logprobs=logprobs,
             finished=record,
+            rows=self._rows(source, first, len(running.token_ids)) if source.stream_rows and record is None else None,
         )
         self._send(BatchTokenOutput(outputs=[output]))
 

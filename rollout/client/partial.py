@@ -23,6 +23,7 @@ from capture.routed_experts import RoutedExperts, concat
 from capture.sampling_mask import SamplingMask
 from rollout.client.errors import JoinError
 from rollout.client.types import GenerateOptions, GenerationOutput, VersionSpan
+from rollout.core.continued import continued_params
 from rollout.core.errors import BadRequest
 from rollout.core.sampling_params import ALIASES, sampling_params_from_dict
 
@@ -113,17 +114,6 @@ def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
     )
 
 
-def continued_seed(seed: int, position: int) -> int:
-    """Return the seed that gives the random numbers of `seed` from output token `position` on.
-
-    The engine's number at position p is a function of mix(seed + GAMMA) + (p + 1) * GAMMA, with SplitMix64's finaliser
-    as mix, which is a bijection (`rollout/sampling/torch_sampler.py`); so a step of the position is one of the seed.
-    """
-    state = (_mix((seed + _GAMMA) % _WORD) + position * _GAMMA) % _WORD
-    signed = (_unmix(state) - _GAMMA) % _WORD
-    return signed - _WORD if signed >= _WORD // 2 else signed
-
-
 # --- the request -------------------------------------------------------------------------------------------------
 
 
@@ -133,16 +123,10 @@ def _sampling_params_after(count: int, raw: Mapping[str, Any]) -> dict[str, Any]
     after = {ALIASES.get(name, name): value for name, value in raw.items()} | {"n": 1}
     if count == 0:
         return after
-    if params.frequency_penalty or params.presence_penalty:
-        raise BadRequest(
-            "frequency_penalty and presence_penalty are not supported: a resumed request cannot count earlier output"
-        )
-    if count >= params.max_new_tokens:
-        raise BadRequest(f"all {params.max_new_tokens} tokens were generated; there is nothing to resume")
-    after["max_new_tokens"] = params.max_new_tokens - count
-    after["min_new_tokens"] = max(params.min_new_tokens - count, 0)
-    if params.sampling_seed is not None:
-        after["sampling_seed"] = continued_seed(params.sampling_seed, count)
+    rest = continued_params(params, count)
+    after["max_new_tokens"], after["min_new_tokens"] = rest.max_new_tokens, rest.min_new_tokens
+    if rest.sampling_seed is not None:
+        after["sampling_seed"] = rest.sampling_seed
     return after
 
 
@@ -226,31 +210,3 @@ def _joined_states(first: GenerationOutput, rest: GenerationOutput) -> HiddenSta
         return HiddenStates.joined(parts) if parts else None
     except HiddenStatesError as error:
         raise JoinError(f"rows of hidden states of {first.rid} and {rest.rid}: {error}") from None
-
-
-# --- the seed ----------------------------------------------------------------------------------------------------
-
-_WORD = 1 << 64
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-
-
-def _mix(x: int) -> int:
-    x = (x ^ (x >> 30)) * _MIX_1 % _WORD
-    x = (x ^ (x >> 27)) * _MIX_2 % _WORD
-    return x ^ (x >> 31)
-
-
-def _unmix(x: int) -> int:
-    x = _unshift(x, 31) * pow(_MIX_2, -1, _WORD) % _WORD
-    x = _unshift(x, 27) * pow(_MIX_1, -1, _WORD) % _WORD
-    return _unshift(x, 30)
-
-
-def _unshift(x: int, bits: int) -> int:
-    """Return the y with y ^ (y >> bits) == x."""
-    y = x
-    for _ in range(64 // bits):
-        y = x ^ (y >> bits)
-    return y

@@ -14,7 +14,8 @@ from rollout.tokenizer_manager.sample import AlternativeArrays, SampleRecord, me
 def output_logprobs(record: SampleRecord, vocab_size: int) -> TokenLogprobs:
     """Return the columns of the tokens sampled so far; the first of them follows the prompt."""
     arrays = record.output_alternatives.arrays(len(record.output_ids))
-    return _columns(record, record.output_ids, record.output_logprobs, arrays, len(record.prompt_ids), vocab_size)
+    first = len(record.prompt_ids) + record.num_before
+    return _columns(record, record.output_ids, record.output_logprobs, arrays, first, vocab_size)
 
 
 def prompt_logprobs(record: SampleRecord, prompt: PromptLogprobs, vocab_size: int) -> TokenLogprobs:

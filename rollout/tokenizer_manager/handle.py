@@ -8,13 +8,14 @@ The manager appends to the records and calls `notify`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rollout.core.errors import LockstepError
+from rollout.core.errors import BadRequest, Conflict, LockstepError
 from rollout.core.messages.req_output import FinishReason
-from rollout.text.detokenizer import IncrementalDetokenizer, final_text
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.binary_response import encode_binary
 from rollout.tokenizer_manager.response import (
@@ -27,6 +28,8 @@ from rollout.tokenizer_manager.response import (
     weight,
 )
 from rollout.tokenizer_manager.sample import SampleRecord
+from rollout.tokenizer_manager.sample_text import SampleText
+from rollout.tokenizer_manager.tail import Place
 
 Result = TypeVar("Result")
 
@@ -40,33 +43,6 @@ class RefusedByScheduler(LockstepError):
         self.status_code = reason.status_code
 
 
-class SampleText:
-    """The text of one record, decoded as far as its tokens have come."""
-
-    def __init__(self, record: SampleRecord, tokenizer: Tokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
-        params = record.source.sampling_params
-        self._record = record
-        self._trim = not params.no_stop_trim
-        self._final: str | None = None
-        self._detokenizer = IncrementalDetokenizer(
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens, kept_ids=kept_ids),
-            params.stop if self._trim else (),
-        )
-
-    def update(self) -> str:
-        """Return the text to show now: never shorter than before, never part of a character or of a stop string."""
-        if self._final is not None:
-            return self._final
-        finished = self._record.finished
-        pending = self._record.output_ids[self._detokenizer.num_fed :]
-        if finished is None:
-            self._detokenizer.feed(pending)
-            return self._detokenizer.shown
-        matched = finished.reason.matched if finished.reason.type == "stop" else None
-        self._final = final_text(self._detokenizer, pending, matched, trim=self._trim)
-        return self._final
-
-
 @dataclass(slots=True)
 class Sample:
     record: SampleRecord
@@ -76,6 +52,10 @@ class Sample:
     @classmethod
     def of(cls, record: SampleRecord, tokenizer: Tokenizer | None, form: ResponseForm) -> Sample:
         return cls(record, None if tokenizer is None else SampleText(record, tokenizer, form.kept_ids))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.record.finished is not None
 
     def response(self, form: ResponseForm) -> dict[str, Any]:
         """Return the response so far."""
@@ -174,7 +154,9 @@ class GenerateHandle:
         self.form = form
         self._samples = [Sample.of(record, tokenizer, form) for record in records]
         self._abort = abort
+        self._tokenizer = tokenizer
         self._news = asyncio.Event()
+        self._reader: object | None = None
         self._fresh: dict[int, None] = {}
         self._error: LockstepError | None = None
 
@@ -188,13 +170,18 @@ class GenerateHandle:
         self._news.set()
 
     def fail(self, error: LockstepError) -> None:
-        """End `result` and `stream` with `error`."""
+        """End `result` and `stream` with `error`, and ask the scheduler to stop what is not finished."""
+        self.abort()
         self._error = error
         self._news.set()
 
     def abort(self) -> None:
-        """Ask the scheduler to stop what is not finished.  Does not wait."""
-        self._abort([record.rid for record in self.records if record.finished is None])
+        """Ask the scheduler to stop what is not finished.  Does not wait.
+
+        After `fail` nothing is left to stop, and another request may have the names by now.
+        """
+        if self._error is None:
+            self._abort([record.rid for record in self.records if record.finished is None])
 
     async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
         """Return the final response, or the list of them.
@@ -221,19 +208,63 @@ class GenerateHandle:
         Text, ids and log-probabilities are cumulative.  Raises what `fail` was given.  Leaving early aborts the
         request.
         """
-        done: set[int] = set()
         try:
-            while len(done) < len(self._samples):
-                for index in await self._next_news():
-                    # A sample may end, and be announced again, while an earlier one is being sent.
-                    if index in done:
-                        continue
-                    if self._samples[index].record.finished is not None:
-                        done.add(index)
+            async with contextlib.aclosing(self._grown()) as grown:
+                async for index in grown:
                     yield index, await self._respond(index)
         except BaseException:
             self.abort()
             raise
+
+    async def stream_from(self, first: Sequence[int]) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+        """Yield (sample index, response so far) as `stream` does, for a reader that has the tokens before `first`.
+
+        A sample that has no more tokens, and has not ended, is not yielded before it grows.  Leaving early aborts
+        nothing.  Raises `Conflict` once another reader begins.
+        """
+        own = [Sample.of(sample.record, self._tokenizer, self.form) for sample in self._samples]
+        async with contextlib.aclosing(self._grown(first)) as grown:
+            async for index in grown:
+                yield index, await _run(functools.partial(own[index].response, self.form), self._is_heavy(index))
+
+    async def tails(self, first: Sequence[int]) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+        """Yield as `stream_from`, but the new part alone: the first one of sample i begins at token `first[i]`."""
+        pairs = zip(self._samples, first, strict=True)
+        places = [Place(sample.record, self._tokenizer, self.form, count) for sample, count in pairs]
+        async with contextlib.aclosing(self._grown(first)) as grown:
+            async for index in grown:
+                yield index, await _run(places[index].response, self._is_heavy(index))
+
+    def require_tokens(self, first: Sequence[int]) -> None:
+        """Raise `BadRequest` unless each sample has its number of tokens."""
+        if len(first) != len(self._samples):
+            raise BadRequest(f"from_token has {len(first)} entries for {len(self._samples)} samples")
+        for index, (sample, count) in enumerate(zip(self._samples, first, strict=True)):
+            if not 0 <= count <= len(sample.record.output_ids):
+                raise BadRequest(
+                    f"from_token is {count}, but sample {index} has {len(sample.record.output_ids)} tokens so far"
+                )
+
+    async def _grown(self, first: Sequence[int] | None = None) -> AsyncGenerator[int, None]:
+        """Yield the index of a sample whenever it has grown beyond its number in `first`, and when it has ended.
+
+        Ends after every sample's end.  Raises what `fail` was given, or `Conflict` once another reader begins.
+        """
+        reader = self._reader = object()
+        if first is not None:
+            pairs = enumerate(zip(self._samples, first, strict=True))
+            fresh = [i for i, (each, count) in pairs if each.has_ended or len(each.record.output_ids) > count]
+            self._fresh = dict.fromkeys(fresh)
+            self._news.set()  # an earlier reader waits for it, too
+        done: set[int] = set()
+        while len(done) < len(self._samples):
+            for index in await self._next_news(reader):
+                # A sample may end, and be announced again, while an earlier one is being sent.
+                if index in done:
+                    continue
+                if self._samples[index].has_ended:
+                    done.add(index)
+                yield index
 
     async def encode(self, make: Callable[[], Any], index: int | None = None) -> bytes:
         """Return `make()` as JSON, off the event loop if it holds much: all of sample `index`, or of all samples.
@@ -260,9 +291,14 @@ class GenerateHandle:
             self.abort()
             raise
 
-    async def _next_news(self) -> list[int]:
-        """Wait without a deadline: every request ends, or `fail` is called when the scheduler has exited."""
+    async def _next_news(self, reader: object | None = None) -> list[int]:
+        """Wait without a deadline: every request ends, or `fail` is called when the scheduler has exited.
+
+        Raises `Conflict` if another reader than `reader` has begun.
+        """
+        self._require_reader(reader)
         await self._news.wait()
+        self._require_reader(reader)
         self._news.clear()
         if self._error is not None:
             raise self._error
@@ -270,11 +306,17 @@ class GenerateHandle:
         self._fresh.clear()
         return fresh
 
+    def _require_reader(self, reader: object | None) -> None:
+        if reader is not self._reader:
+            raise Conflict("another connection reads this stream by now; a stream has one reader")
+
     async def _respond(self, index: int) -> dict[str, Any]:
-        sample = self._samples[index]
-        # Never in another thread while the record can still grow.
-        is_heavy = sample.record.finished is not None and weight(sample.record) > HEAVY
-        return await _run(lambda: self._build(sample), is_heavy)
+        return await _run(lambda: self._build(self._samples[index]), self._is_heavy(index))
+
+    def _is_heavy(self, index: int) -> bool:
+        """Return whether a response is to be made in another thread, but never while the record can still grow."""
+        record = self._samples[index].record
+        return record.finished is not None and weight(record) > HEAVY
 
     def _build(self, sample: Sample) -> dict[str, Any]:
         return sample.response(self.form)

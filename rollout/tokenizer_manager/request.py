@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
+from rollout.core.continued import continued_params
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.core.known_fields import (
     HARMLESS_SAMPLING_FIELDS,
@@ -65,6 +68,7 @@ class GenerateReqInput:
     asks for them in slime's form.
     `replay_routed_experts`: routes that take the place of the routers' choices, in a wire form of `replay.py`.
     `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
+    `stream_rows`: the answers of its stream have the versions and the routes of their tokens.
     `priority`: waiting requests are admitted from the lowest on, equal priorities in the order of their arrival.
     `routed_dp_rank`: the data-parallel rank that runs it; None: the least loaded one.
     `session_id`: the session that the request belongs to; its prefix may be kept, and the reply repeats the id.
@@ -77,6 +81,8 @@ class GenerateReqInput:
     `pooling`: rows of the prompt's hidden states are wanted, and no tokens.
     `return_hidden_states`: hidden states of `hidden_state_layers`, by default after the final norm, of the tokens from
     position `hidden_states_start_len` on.
+    `prior_output_tokens`: this many of the last ids of a prompt are output of an earlier request, whose budget and seed
+    go on.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
 
@@ -90,6 +96,7 @@ class GenerateReqInput:
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool = False
     stream: bool = False
+    stream_rows: bool = False
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
@@ -116,6 +123,7 @@ class GenerateReqInput:
     is_binary: bool = False
     kept_special_tokens: tuple[str, ...] = ()
     default_new_tokens: int | None = None
+    prior_output_tokens: int | list[int] = 0
     hidden: frozenset[str] = frozenset()
     pooling: PoolingParams | None = None
 
@@ -158,7 +166,10 @@ def sample_rids(message: TokenizedGenerateReqInput) -> list[str]:
     return [message.rid, *(rid for rid, _ in message.siblings)]
 
 
-_SHARED = ("stream", "routed_experts_start_len", "extra_key", "max_kv_version_lag", "priority", "session_id", "pooling")
+_SHARED = (
+    *("stream", "stream_rows", "routed_experts_start_len", "extra_key"),
+    *("max_kv_version_lag", "priority", "session_id", "pooling"),
+)
 """Options that a prompt's message takes as they are; those in `_PER_PROMPT` can be a list, of one for each prompt."""
 _PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 
@@ -177,6 +188,7 @@ def expand(
     if count > MAX_BATCH:
         raise TooLarge(f"a request holds at most {MAX_BATCH} prompts, got {count}")
     rids = _prompt_rids(request.rid, count, is_batch)
+    earlier = _earlier_counts(request, ids, is_batch)
     raw_params: list[dict[str, Any]] = _column("sampling_params", request.sampling_params, count, is_batch)
     replays = _column("replay_routed_experts", request.replay_routed_experts, count, is_batch)
     columns = {name: _column(name, getattr(request, name), count, is_batch) for name in _PER_PROMPT}
@@ -187,6 +199,8 @@ def expand(
         routes_by_default if request.return_routed_experts is None else request.return_routed_experts
     )
     params, unknown = _sampling_params(raw_params)
+    budgets = [None if raw.get("max_new_tokens") is not None else request.default_new_tokens for raw in raw_params]
+    params = [_continued(*each) for each in zip(params, earlier, budgets)]
     columns["return_sampling_mask"] = [
         masks_by_default and each.filters if asked is None else asked
         for asked, each in zip(_column("return_sampling_mask", request.return_sampling_mask, count, is_batch), params)
@@ -212,7 +226,7 @@ def expand(
                 **own,
             )
         )
-        lengths.append(request.default_new_tokens if raw_params[index].get("max_new_tokens") is None else None)
+        lengths.append(budgets[index] if not earlier[index] or budgets[index] is None else params[index].max_new_tokens)
     group = request.rid if is_batch and isinstance(request.rid, str) else None
     return ExpandedRequest(group, rids, messages, lengths, replays, is_batch or params[0].n > 1, unknown)
 
@@ -280,6 +294,26 @@ def _column(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
     if len(value) != count:
         raise BadRequest(f"{name} has {len(value)} entries for {count} prompts")
     return value
+
+
+def _earlier_counts(request: GenerateReqInput, ids: Sequence[Sequence[int]], is_batch: bool) -> list[int]:
+    """Return how many of the last ids of each prompt are output of an earlier request.  Raises `BadRequest`."""
+    counts: list[int] = _column("prior_output_tokens", request.prior_output_tokens, len(ids), is_batch)
+    if any(counts) and request.text is not None:
+        raise BadRequest("prior_output_tokens counts token ids: send the prompt as input_ids")
+    for count, prompt in zip(counts, ids):
+        if count and not 0 < count < len(prompt):
+            raise BadRequest(f"prior_output_tokens is {count}, but the prompt has {len(prompt)} tokens in all")
+    return counts
+
+
+def _continued(params: SamplingParams, count: int, budget: int | None) -> SamplingParams:
+    """Return the parameters after `count` tokens.  `budget`: the number of tokens that `params` leave open, if so."""
+    if not count:
+        return params
+    if budget is not None:
+        params = msgspec.structs.replace(params, max_new_tokens=budget)
+    return continued_params(params, count)
 
 
 def _token_ids_column(value: Any, count: int, is_batch: bool) -> list[list[int] | None]:

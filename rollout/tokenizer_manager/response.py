@@ -190,7 +190,7 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
         "id": record.rid,
         "finish_reason": None if finished is None else finish_reason_dict(finished.reason),
         "prompt_tokens": len(record.prompt_ids),
-        "completion_tokens": len(record.output_ids),
+        "completion_tokens": record.num_tokens,
         "weight_version": record.weight_version,
         "dp_rank": record.dp_rank,
     }
@@ -219,6 +219,10 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
             _add_routes(meta, payload, form)
         if record.source.hidden_states is not None:
             add_hidden_states(meta, record, finished, form.hidden_form, is_binary=form.is_binary)
+    elif record.rows is not None:
+        meta["weight_versions"] = _span_dicts(record.rows.versions)
+        if (routes := record.rows.routes) is not None:
+            _add_routes(meta, routes, form)
     return meta
 
 
@@ -244,7 +248,7 @@ def _add_finished(meta: dict[str, Any], record: SampleRecord, finished: Finished
     meta["cached_tokens"] = finished.cached_tokens
     meta["num_retractions"] = finished.num_retractions
     if finished.drafts is not None:
-        meta |= _draft_facts(finished.drafts, len(record.output_ids))
+        meta |= _draft_facts(finished.drafts, record.num_tokens)
     assert record.finished_at is not None
     meta["e2e_latency"] = record.finished_at - record.created_at
 

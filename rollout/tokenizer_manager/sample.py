@@ -13,6 +13,7 @@ import numpy as np
 from rollout.core.errors import LockstepError
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.req_output import AdapterLabel, Alternatives, FinishedRecord, ReqOutput, SamplingMaskDelta
+from rollout.tokenizer_manager.streamed_rows import RowsSoFar
 
 
 class AlternativeArrays(NamedTuple):
@@ -77,6 +78,8 @@ class SampleRecord:
     """Lists named `output_*` run parallel to `output_ids`.  Times are seconds of a monotonic clock.
 
     `source` is the message that the scheduler gets for this sample, without the routes that it brings along.
+    `num_before`: tokens before the first one, in the record of a tail (`tail`).  `rows`: the versions and the routes
+    so far, of a request that asks for `stream_rows`, until it has finished.
     """
 
     source: TokenizedGenerateReqInput
@@ -90,6 +93,8 @@ class SampleRecord:
     adapter: AdapterLabel | None = None  # as the scheduler names it
     first_token_at: float | None = None
     finished_at: float | None = None
+    num_before: int = 0
+    rows: RowsSoFar | None = None
 
     def __post_init__(self) -> None:
         source = self.source
@@ -116,6 +121,11 @@ class SampleRecord:
         """Tokens of the prompt and the longest output."""
         return len(self.source.input_ids) + self.source.sampling_params.max_new_tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the output, with the ones before a tail."""
+        return self.num_before + len(self.output_ids)
+
     def give_up(self) -> None:
         """Forget what grows with the tokens of a finished sample, as its answer holds that by now."""
         assert self.finished is not None
@@ -138,8 +148,11 @@ class SampleRecord:
             self.output_mask.append(output.mask)
         if self.output_ids and self.first_token_at is None:
             self.first_token_at = now - (output.finished.since_first_token_s if output.finished else 0.0)
+        if output.rows is not None:
+            self.rows = self.rows or RowsSoFar()
+            self.rows.append(output.rows)
         if output.finished is not None:
-            self.finished = output.finished
+            self.finished, self.rows = output.finished, None
             self.finished_at = now
         self._check(output)
 

@@ -159,6 +159,9 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         {"text": ["hello", "END"], "sampling_params": NATIVE_PARAMS, "stream": True, "return_routed_experts": True},
         {"input_ids": [PROMPT, PROMPT], "sampling_params": {"max_new_tokens": 2}, "return_hidden_states": [True, False],
          "hidden_state_layers": [0, 1, -1], "hidden_states_start_len": 2, "hidden_states_format": "compact"},
+        {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 9}, "prior_output_tokens": 2, "rid": "a",
+         "stream": True, "stream_format": "incremental", "resumable": True, "return_routed_experts": True},
+        {"input_ids": [PROMPT, PROMPT], "sampling_params": {"max_new_tokens": 9}, "prior_output_tokens": [1, 2]},
         *({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2} | grammar} for grammar in GRAMMARS),
         *({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "replay_routed_experts": routes}
           for routes in _replays(victim)),
@@ -180,6 +183,7 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
     moved = {"physical_to_logical_map": experts, "split": [[1.0] * len(row) for row in experts]}
     return {
         "/generate": native,
+        "/generate/resume": [{"rid": "a", "from_token": 0}, {"rid": "a", "from_token": [0, 1]}],
         "/v1/completions": [
             OPENAI | {"prompt": ["a", "b"], "logprobs": 2, "echo": True},
             OPENAI | {"prompt": [PROMPT, PROMPT], "stream": True, "stream_options": {"include_usage": True}},

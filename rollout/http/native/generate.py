@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from rollout.core.errors import UnsupportedFeature
+from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import (
     FIELDS_OF_SAMPLING_PARAMS,
     UNSUPPORTED_GENERATE_FIELDS,
@@ -22,9 +22,10 @@ from rollout.core.known_fields import (
 )
 from rollout.core.messages.message import Int64
 from rollout.core.sampling_params import SamplingLogprobsMode
-from rollout.http.generation import AnyGeneration, common_fields, routing_headers
+from rollout.http.generation import AnyGeneration, Count, common_fields, routing_headers
 from rollout.http.io import NOTE_PASSED, NamingRoute, Parts, SseResponse, body_schema, json_body, until_disconnect
-from rollout.http.protocol import TokenIds, refuse_unsupported
+from rollout.http.native.resumable import ResumableStream, ResumableStreams
+from rollout.http.protocol import Body, TokenIds, refuse_unsupported
 from rollout.tokenizer_manager.binary_response import MEDIA_TYPE
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -68,13 +69,34 @@ class GenerateRequest(AnyGeneration):
     hidden_states_start_len: Int64 = 0
     hidden_states_format: HiddenFormat = "nested"
     priority: Int64 = 0
+    prior_output_tokens: Count | list[Count] = 0
+    stream_format: Literal["cumulative", "incremental"] = "cumulative"
+    resumable: bool = False
 
     def to_request(self, headers: Mapping[str, str]) -> GenerateReqInput:
         """Return the request.  Raises `BadRequest` or `UnsupportedFeature`."""
-        return _request(self, _OWN_FIELDS, headers)
+        if not self.stream and (self.is_incremental or self.resumable):
+            raise BadRequest("stream_format and resumable are of streams: they need stream: true")
+        if self.resumable and not isinstance(self.rid, str):
+            raise BadRequest("a resumable stream needs a rid of its own, by which its client asks for the rest")
+        request = _request(self, _OWN_FIELDS, headers)
+        request.stream_rows = self.is_incremental
+        return request
+
+    @property
+    def is_incremental(self) -> bool:
+        return self.stream_format == "incremental"
 
 
-_OWN_FIELDS = tuple(GenerateRequest.model_fields.keys() - AnyGeneration.model_fields.keys())
+class ResumeRequest(Body):
+    """POST /generate/resume.  `from_token`: the first token of every sample, or a list with one of each."""
+
+    rid: str
+    from_token: Count | list[Count] = 0
+
+
+_OF_STREAMS = {"stream_format", "resumable"}
+_OWN_FIELDS = tuple(GenerateRequest.model_fields.keys() - AnyGeneration.model_fields.keys() - _OF_STREAMS)
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _ExtraKey = Annotated[str, msgspec.Meta(max_length=MAX_EXTRA_KEY_CHARS)]
@@ -153,19 +175,23 @@ _SPECIAL_PARAMS = UNSUPPORTED_SAMPLING_FIELDS | VLLM_SAMPLING_FIELDS.keys()
 GenerateBody = Annotated[
     GenerateRequest | PlainGenerate, Depends(json_body(GenerateRequest, msgspec.json.Decoder(PlainGenerate)))
 ]
+ResumeBody = Annotated[ResumeRequest, Depends(json_body(ResumeRequest))]
 
 
 class GenerateRoutes:
-    """SGLang's native endpoint for tokens."""
+    """SGLang's native endpoint for tokens, and the rest of a stream whose connection was lost."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
+        self.streams = ResumableStreams()
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=NamingRoute, tags=["native"])
         schema = body_schema(GenerateRequest)
         for method in ("POST", "PUT"):  # one route each, so that each has an operation id of its own
             router.add_api_route("/generate", self.generate, methods=[method], openapi_extra=schema)
+        resume_schema = body_schema(ResumeRequest)
+        router.add_api_route("/generate/resume", self.resume, methods=["POST"], openapi_extra=resume_schema)
         return router
 
     async def generate(self, request: Request, body: GenerateBody) -> Response:
@@ -177,12 +203,44 @@ class GenerateRoutes:
         headers = routing_headers(request.scope["headers"])
         wanted = body.to_request(headers)
         if body.stream:
-            handle = await until_disconnect(request.scope, request.receive, self._manager.submit(wanted))
-            return SseResponse(_events(handle), on_close=handle.abort)
+            return await until_disconnect(request.scope, request.receive, self._stream(body, wanted))
         wanted.is_binary = accepts_binary(headers.get("accept", ""))
         note_passed = request.scope.get("extensions", {}).get(NOTE_PASSED)
         parts, is_list = await until_disconnect(request.scope, request.receive, self._answer(wanted, note_passed))
         return Parts(parts, is_list=is_list, is_binary=wanted.is_binary)
+
+    async def resume(self, request: Request, body: ResumeBody) -> Response:
+        """Stream the rest of a resumable request from token `from_token` on, and go on until its end.
+
+        A connection that still reads the stream ends with an error: a stream has one reader.
+        """
+        stream, first = self.streams.resume(body.rid, body.from_token)
+        return self._response(stream, first)
+
+    async def _stream(self, body: GenerateRequest | PlainGenerate, wanted: GenerateReqInput) -> Response:
+        handle = await self._manager.submit(wanted)
+        if isinstance(body, PlainGenerate):
+            return SseResponse(_events(handle, handle.stream()), on_close=handle.abort)
+        first = [0] * len(handle.records)
+        if body.resumable:
+            assert isinstance(body.rid, str), "checked by to_request"
+            stream = self.streams.begin(body.rid, handle, is_incremental=body.is_incremental)
+            return self._response(stream, first)
+        outputs = handle.tails(first) if body.is_incremental else handle.stream()
+        return SseResponse(_events(handle, outputs), on_close=handle.abort)
+
+    def _response(self, stream: ResumableStream, first: list[int]) -> Response:
+        """Return the answer to a new reader, which begins at token `first[i]` of sample i."""
+        handle = stream.handle
+        outputs = handle.tails(first) if stream.is_incremental else handle.stream_from(first)
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            async with contextlib.aclosing(_events(handle, outputs)) as inner:
+                async for event in inner:
+                    yield event
+            stream.is_sent = True
+
+        return SseResponse(events(), on_close=functools.partial(self.streams.leave, stream))
 
     async def _answer(
         self, wanted: GenerateReqInput, note_passed: Callable[[GenerateHandle], None] | None
@@ -207,9 +265,11 @@ def accepts_binary(accept: str) -> bool:
     return weights.get(MEDIA_TYPE, 0.0) > 0.0 and weights[MEDIA_TYPE] >= weights.get("application/json", 0.0)
 
 
-async def _events(handle: GenerateHandle) -> AsyncGenerator[bytes, None]:
-    """Yield cumulative responses as they grow.  In a list, each response names its sample."""
-    async with contextlib.aclosing(handle.stream()) as stream:
+async def _events(
+    handle: GenerateHandle, outputs: AsyncGenerator[tuple[int, dict[str, Any]], None]
+) -> AsyncGenerator[bytes, None]:
+    """Yield responses as they grow.  In a list, each response names its sample."""
+    async with contextlib.aclosing(outputs) as stream:
         async for index, response in stream:
             content = response | {"index": index} if handle.replies_with_list else response
             yield await handle.encode(functools.partial(dict, content), index)

@@ -5,10 +5,10 @@ Responses are in `format`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import HARMLESS_OPENAI_FIELDS, UNSUPPORTED_GENERATE_FIELDS
@@ -41,6 +41,7 @@ class OpenAIRequest(SamplingFields, RecordFields, AnyGeneration):
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    prior_output_tokens: Count = 0
 
     @property
     def wants_prompt_token_ids(self) -> bool:
@@ -76,6 +77,7 @@ class OpenAIRequest(SamplingFields, RecordFields, AnyGeneration):
                 "sampling_logprobs_mode": self.sampling_logprobs_mode,
                 "return_prompt_token_ids": self.wants_prompt_token_ids or self.return_token_record,
                 "default_new_tokens": self.default_new_tokens,
+                "prior_output_tokens": self.prior_output_tokens,
                 "is_reformed": True,
             }
         )
@@ -141,6 +143,18 @@ class ChatCompletionRequest(OpenAIRequest):
     reasoning_effort: str | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+
+    _strict: frozenset[str] = PrivateAttr(default=frozenset())
+
+    def set_strict(self, tools: Iterable[dict[str, Any]]) -> None:
+        """Note which tools of another dialect, with names of their own, are strict."""
+        self._strict = frozenset(str(tool.get("name")) for tool in tools if tool.get("strict") is True)
+
+    def strict_names(self) -> frozenset[str]:
+        """Return the names of the tools whose arguments must follow their schema."""
+        functions = [tool.get("function") for tool in self.tools or ()]
+        named = [each.get("name") for each in functions if isinstance(each, dict) and each.get("strict") is True]
+        return self._strict.union(name for name in named if isinstance(name, str))
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the template shows to the model, and whose calls are looked for in its answer."""

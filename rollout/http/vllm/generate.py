@@ -64,6 +64,7 @@ class TokenGenerateRequest(AnyGeneration):
     kv_transfer_params: FreeObject | None = None
     return_token_ids: bool = False
     return_sampling_mask: bool | None = None
+    prior_output_tokens: Count = 0
     output_mode: Literal["tokens"] = "tokens"
 
     def to_request(
@@ -82,7 +83,8 @@ class TokenGenerateRequest(AnyGeneration):
         params = self.sampling_params
         length = params.max_tokens
         sampling = params.engine_sampling(length)
-        if length is not None and length > (room := limits.room(len(self.token_ids))):
+        room = limits.room(len(self.token_ids)) + self.prior_output_tokens
+        if length is not None and length > room:
             if (least := params.min_tokens) is not None and least <= length:
                 sampling["min_new_tokens"] = min(least, room)
             sampling["max_new_tokens"] = room
@@ -97,6 +99,7 @@ class TokenGenerateRequest(AnyGeneration):
             routed_experts_format=routed_experts_format,
             return_sampling_mask=self.return_sampling_mask,
             default_new_tokens=FILL_CONTEXT,
+            prior_output_tokens=self.prior_output_tokens,
             is_reformed=True,
             **params.engine_logprobs(params.logprobs, stream=self.stream),
             **self.common_fields(headers),

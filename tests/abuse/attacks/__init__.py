@@ -5,6 +5,7 @@ from tests.abuse.attacks import (  # noqa: F401
     big_answers,
     cache_keys,
     connections,
+    cut_streams,
     fields,
     half_open,
     hostile_grammars,

@@ -16,8 +16,9 @@ from capture.routed_experts import RoutedExperts
 from capture.sampling_mask import SamplingMask
 from rollout.client import FinishReason, GenerationOutput, JoinError, RolloutClient, TokenLogprob, VersionSpan
 from rollout.client import partial as partial_module
-from rollout.client.partial import PER_TOKEN, continued_seed, join, rest_of
+from rollout.client.partial import PER_TOKEN, join, rest_of
 from rollout.client.types import GenerateOptions
+from rollout.core.continued import continued_seed
 from rollout.core.errors import BadRequest
 from rollout.core.sampling_params import SamplingParams
 from rollout.sampling.torch_sampler import uniform

@@ -1,0 +1,152 @@
+"""Streams that outlive their connections: kept for a while, so that a client can ask for the rest.
+
+    POST /generate, resumable ---> read ---> connection lost ---> kept ---> POST /generate/resume ---> read ...
+                                                               '---> over a limit, or too old: aborted and forgotten
+
+A server cannot tell whether a client has read the end of a stream.  So a stream that was sent to its end is kept, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.core.errors import NotFound
+from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.sample import SampleRecord
+
+KEPT_S = 60.0
+"""Seconds that a stream without a reader is kept."""
+MAX_KEPT_SAMPLES = 4096
+"""Samples of all streams without a reader."""
+MAX_KEPT_BYTES = 256 << 20
+"""Bytes of the records of these samples."""
+SWEEP_S = 1.0
+"""Seconds between two looks at the streams that are kept: they grow, and get old."""
+SAMPLE_BYTES = 4096
+TOKEN_BYTES = 64
+"""Bytes of a token, and of each number that is recorded with it as an object."""
+
+
+@dataclass(eq=False)
+class ResumableStream:
+    """A request whose stream may be read by one connection after another.
+
+    `num_readers`: connections that have not ended; all but the last one were taken over.  `is_sent`: to its end, once.
+    `kept_since`: when the last reader left, in seconds of the monotonic clock; `num_bytes`: of its records then, or
+    later.
+    """
+
+    rid: str
+    handle: GenerateHandle
+    is_incremental: bool
+    num_readers: int = 1
+    is_sent: bool = False
+    kept_since: float = 0.0
+    num_bytes: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.handle.records)
+
+    def measure(self) -> None:
+        """Set `num_bytes` to what its records take, roughly."""
+        self.num_bytes = sum(map(_record_bytes, self.handle.records))
+
+
+class ResumableStreams:
+    """All resumable streams by the `rid` of their request.  Use from one event loop."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, ResumableStream] = {}
+        self._is_sweep_due = False
+
+    def begin(self, rid: str, handle: GenerateHandle, *, is_incremental: bool) -> ResumableStream:
+        """Take in a request that was just sent, with its first reader.  An ended one of the same name is forgotten."""
+        stream = self._streams[rid] = ResumableStream(rid, handle, is_incremental)
+        return stream
+
+    def resume(self, rid: str, from_token: int | Sequence[int]) -> tuple[ResumableStream, list[int]]:
+        """Give a stream a new reader, and return it with the first token of each sample.
+
+        Raises `NotFound` for a name that is not known, `BadRequest` for tokens that do not exist yet.
+        """
+        stream = self._streams.get(rid)
+        if stream is None:
+            raise NotFound(
+                f"no stream of {rid[:200]!r} is kept: it was not resumable, or its client was away for over "
+                f"{KEPT_S:.0f} s. Send the request again"
+            )
+        first = [from_token] * stream.num_samples if isinstance(from_token, int) else list(from_token)
+        stream.handle.require_tokens(first)
+        stream.num_readers += 1
+        return stream, first
+
+    def leave(self, stream: ResumableStream) -> None:
+        """Note that a reader's connection has ended.  Without another reader the stream is kept for a while."""
+        stream.num_readers -= 1
+        if stream.num_readers == 0:
+            stream.kept_since = time.monotonic()
+            stream.measure()
+            self._forget_excess()
+            self._sweep_later()
+
+    @property
+    def kept(self) -> list[ResumableStream]:
+        """The streams without a reader."""
+        return [stream for stream in self._streams.values() if stream.num_readers == 0]
+
+    def _forget_excess(self) -> None:
+        """Forget streams while they are over a limit: first those that were sent to their end, then the oldest."""
+        kept = self.kept
+        samples, size = sum(each.num_samples for each in kept), sum(each.num_bytes for each in kept)
+        if samples <= MAX_KEPT_SAMPLES and size <= MAX_KEPT_BYTES:
+            return
+        for stream in sorted(kept, key=lambda each: (not each.is_sent, each.kept_since)):
+            self._forget(stream)
+            samples, size = samples - stream.num_samples, size - stream.num_bytes
+            if samples <= MAX_KEPT_SAMPLES and size <= MAX_KEPT_BYTES:
+                return
+
+    def _sweep_later(self) -> None:
+        if not self._is_sweep_due:
+            self._is_sweep_due = True
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._is_sweep_due = False
+        now = time.monotonic()
+        for stream in self.kept:
+            if now - stream.kept_since > KEPT_S:
+                self._forget(stream)
+            else:
+                stream.measure()
+        self._forget_excess()
+        if self.kept:
+            self._sweep_later()
+
+    def _forget(self, stream: ResumableStream) -> None:
+        """Abort what has not ended."""
+        del self._streams[stream.rid]
+        stream.handle.abort()
+
+
+def _record_bytes(record: SampleRecord) -> int:
+    """Return the bytes of a record's parts that grow with its prompt and its tokens."""
+    alternatives, mask, finished = record.output_alternatives, record.output_mask, record.finished
+    objects = len(record.prompt_ids) + len(record.output_ids) + len(record.output_logprobs) + 2 * len(mask.counts)
+    total = SAMPLE_BYTES + TOKEN_BYTES * objects
+    total += len(alternatives.top_logprobs) + len(alternatives.top_ids) + len(alternatives.chosen_logprobs)
+    total += len(mask.token_ids) + len(mask.kept_logprobs)
+    if record.rows is not None:
+        total += len(record.rows.route_data)
+    if finished is not None:
+        total += len(finished.routed_experts.data) if finished.routed_experts is not None else 0
+        prompt = finished.prompt_logprobs
+        if prompt is not None:
+            total += TOKEN_BYTES * len(prompt.values)
+            if (rows := prompt.alternatives) is not None:
+                total += len(rows.top_logprobs) + len(rows.top_ids) + len(rows.chosen_logprobs)
+    return total

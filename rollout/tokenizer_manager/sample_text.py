@@ -1,0 +1,42 @@
+"""`SampleText`: the text of a sample, decoded as its tokens come."""
+
+from __future__ import annotations
+
+from rollout.text.detokenizer import IncrementalDetokenizer, final_text
+from rollout.text.tokenizer import Tokenizer
+from rollout.tokenizer_manager.sample import SampleRecord
+
+
+class SampleText:
+    """The text of one record, decoded as far as its tokens have come."""
+
+    def __init__(self, record: SampleRecord, tokenizer: Tokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
+        params = record.source.sampling_params
+        self._record = record
+        self._trim = not params.no_stop_trim
+        self._final: str | None = None
+        self._detokenizer = IncrementalDetokenizer(
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens, kept_ids=kept_ids),
+            params.stop if self._trim else (),
+        )
+
+    def update(self) -> str:
+        """Return the text to show now: never shorter than before, never part of a character or of a stop string."""
+        if self._final is not None:
+            return self._final
+        finished = self._record.finished
+        pending = self._record.output_ids[self._detokenizer.num_fed :]
+        if finished is None:
+            self._detokenizer.feed(pending)
+            return self._detokenizer.shown
+        matched = finished.reason.matched if finished.reason.type == "stop" else None
+        self._final = final_text(self._detokenizer, pending, matched, trim=self._trim)
+        return self._final
+
+    def begin_at(self, count: int) -> int:
+        """Decode the first `count` tokens of a text that has none yet, and return how many characters they show."""
+        ids = self._record.output_ids
+        if self._record.finished is not None and count == len(ids):
+            return len(self.update())
+        self._detokenizer.feed(ids[:count])
+        return len(self._detokenizer.shown)
