@@ -15,20 +15,22 @@ from typing import Any, TypeVar, Unpack
 
 import httpx
 
-from rollout.client import generation
+from rollout.client import streams
 from rollout.client.adapter_update import AdapterUpdate, AsyncAdapterUpdate
 from rollout.client.brackets import AsyncWeightTransaction, WeightTransaction, in_loop, transaction
 from rollout.client.calls import Calls
-from rollout.client.errors import ClientError, ServerTimeout
+from rollout.client.errors import ClientError, ServerTimeout, ServerUnreachable
 from rollout.client.many import Request, Result, generate_many
 from rollout.client.method import Awaiting, do_awaiting
 from rollout.client.pool import OneByOne
-from rollout.client.retries import repeated
+from rollout.client.retries import FIRST_WAIT_S, repeated
 from rollout.client.transport import KEEPALIVE_S, read_reply, require_before
 from rollout.client.types import GenerateOptions, GenerationOutput
 from rollout.client.wire import Call, Steps
 
 T = TypeVar("T")
+ABORT_S = 5.0
+"""Seconds that the abort of a stream may take as its reader leaves."""
 
 
 class AsyncRolloutClient(Calls, Awaiting):
@@ -53,10 +55,17 @@ class AsyncRolloutClient(Calls, Awaiting):
     def stream(
         self, prompt: str | Sequence[str] | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """Yield the outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
-        call = generation.stream(prompt, options)
+        """Do as `RolloutClient.stream` does, as an async iterator."""
+        call = streams.stream(prompt, options)
         self._connection.request(call)  # refuse unsendable arguments here, not at the first output
-        return self._events(call)
+        return self._events(self._stream_events(call, call.json or {}))
+
+    def resume_stream(
+        self, rid: str, from_token: int = 0, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Do as `RolloutClient.resume_stream` does, as an async iterator."""
+        call = streams.rest_of_stream(rid, from_token, options.get("timeout"))
+        return self._events(self._stream_events(call, dict(options) | {"rid": rid, "resumable": True}))
 
     def generate_many(
         self,
@@ -136,9 +145,27 @@ class AsyncRolloutClient(Calls, Awaiting):
             raise
         return response
 
-    async def _events(self, call: Call[None]) -> AsyncGenerator[GenerationOutput, None]:
-        events = generation.Events(call.json or {}, self._layout)
-        steps: Steps[Any] = repeated(call, self._retry_s)
+    async def _events(self, events: streams.Events) -> AsyncGenerator[GenerationOutput, None]:
+        """Yield the outputs of a stream, over one connection or several."""
+        try:
+            while not events.done:
+                try:
+                    async with contextlib.aclosing(self._read(events)) as outputs:
+                        async for output in outputs:
+                            yield output
+                except ServerUnreachable as error:
+                    events.go_on_after(error)
+                    await asyncio.sleep(FIRST_WAIT_S)
+        except (GeneratorExit, asyncio.CancelledError):
+            if events.rid is not None:
+                with contextlib.suppress(ClientError, TimeoutError):
+                    async with asyncio.timeout(ABORT_S):
+                        await self.abort(events.rid)  # the server keeps a stream whose connection is closed
+            raise
+
+    async def _read(self, events: streams.Events) -> AsyncGenerator[GenerationOutput, None]:
+        """Yield the outputs of one connection."""
+        steps: Steps[Any] = repeated(events.call, self._retry_s)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 response = await do_awaiting(steps, functools.partial(self._open, stack))
@@ -148,5 +175,5 @@ class AsyncRolloutClient(Calls, Awaiting):
                     if events.done:
                         return
         except httpx.HTTPError as error:
-            self._connection.no_answer(error, call)
+            self._connection.no_answer(error, events.call)
         events.require_done()

@@ -13,6 +13,7 @@ from rollout.client.errors import ServerTimeout
 from rollout.client.generation_calls import GenerationCalls
 from rollout.client.method import method
 from rollout.client.retries import repeated
+from rollout.client.streams import Events
 from rollout.client.transport import Connection
 from rollout.client.types import RouteLayout, Timeouts
 from rollout.client.weight_calls import WeightCalls
@@ -86,6 +87,10 @@ class Calls(GenerationCalls, WeightCalls):
     def _new_transport(self) -> httpx.BaseTransport | httpx.AsyncBaseTransport | None:
         """Return the transport of HTTP; None: httpx's own."""
         return None
+
+    def _stream_events(self, call: Call[None], body: Mapping[str, Any]) -> Events:
+        """Return the reader of a stream that `call` begins, or goes on with; its request was `body`."""
+        return Events(call, body, self._layout, self._retry_s)
 
     # --- control -------------------------------------------------------------------------------------------------
 

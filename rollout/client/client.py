@@ -14,16 +14,16 @@ from typing import Any, TypeVar, Unpack
 
 import httpx
 
-from rollout.client import generation
+from rollout.client import streams
 from rollout.client.adapter_update import AdapterUpdate
 from rollout.client.async_client import AsyncRolloutClient
 from rollout.client.brackets import WeightTransaction, transaction
 from rollout.client.calls import Calls
-from rollout.client.errors import ClientError, ServerTimeout
+from rollout.client.errors import ClientError, ServerTimeout, ServerUnreachable
 from rollout.client.loop_thread import LoopThread
 from rollout.client.many import Request, Result, generate_many
 from rollout.client.method import Blocking, do_blocking
-from rollout.client.retries import repeated
+from rollout.client.retries import FIRST_WAIT_S, repeated
 from rollout.client.transport import read_reply, require_before
 from rollout.client.types import GenerateOptions, GenerationOutput
 from rollout.client.wire import Call, Steps
@@ -56,10 +56,23 @@ class RolloutClient(Calls, Blocking):
     def stream(
         self, prompt: str | Sequence[str] | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[GenerationOutput, None, None]:
-        """Yield the outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
-        call = generation.stream(prompt, options)
+        """Yield the outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request.
+
+        With `resumable` a broken connection is made again for `Timeouts.retry` seconds, and the stream goes on.
+        """
+        call = streams.stream(prompt, options)
         self._connection.request(call)  # refuse unsendable arguments here, not at the first output
-        return self._events(call)
+        return self._events(self._stream_events(call, call.json or {}))
+
+    def resume_stream(
+        self, rid: str, from_token: int = 0, **options: Unpack[GenerateOptions]
+    ) -> Generator[GenerationOutput, None, None]:
+        """Yield the outputs of a resumable stream that have more than `from_token` tokens, and its last one.
+
+        `options`: those that it was asked with.  A reader that the stream still has loses it.
+        """
+        call = streams.rest_of_stream(rid, from_token, options.get("timeout"))
+        return self._events(self._stream_events(call, dict(options) | {"rid": rid, "resumable": True}))
 
     def generate_many(
         self,
@@ -146,9 +159,24 @@ class RolloutClient(Calls, Blocking):
             raise
         return response
 
-    def _events(self, call: Call[None]) -> Generator[GenerationOutput, None, None]:
-        events = generation.Events(call.json or {}, self._layout)
-        steps: Steps[Any] = repeated(call, self._retry_s)
+    def _events(self, events: streams.Events) -> Generator[GenerationOutput, None, None]:
+        """Yield the outputs of a stream, over one connection or several."""
+        try:
+            while not events.done:
+                try:
+                    yield from self._read(events)
+                except ServerUnreachable as error:
+                    events.go_on_after(error)
+                    time.sleep(FIRST_WAIT_S)
+        except (GeneratorExit, KeyboardInterrupt):
+            if events.rid is not None:
+                with contextlib.suppress(ClientError):
+                    self.abort(events.rid)  # the server keeps a stream whose connection is closed
+            raise
+
+    def _read(self, events: streams.Events) -> Generator[GenerationOutput, None, None]:
+        """Yield the outputs of one connection."""
+        steps: Steps[Any] = repeated(events.call, self._retry_s)
         try:
             with contextlib.ExitStack() as stack:
                 response: Any = do_blocking(steps, functools.partial(self._open, stack))
@@ -157,5 +185,5 @@ class RolloutClient(Calls, Blocking):
                     if events.done:
                         return
         except httpx.HTTPError as error:
-            self._connection.no_answer(error, call)
+            self._connection.no_answer(error, events.call)
         events.require_done()

@@ -10,7 +10,7 @@ import base64
 import binascii
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from capture.codec import decode_compact, decode_compatible, encode_compact
@@ -21,7 +21,6 @@ from capture.sampling_mask import SamplingMask
 from capture.token_logprobs import TokenLogprobs
 from rollout.client.binary import MEDIA_TYPE, parse_binary
 from rollout.client.errors import ResponseFormatError, ServerError
-from rollout.client.sse import DONE, SseDecoder
 from rollout.client.types import (
     FinishReason,
     GenerateOptions,
@@ -86,45 +85,12 @@ def generate(
         content = parse_binary(reply.body) if reply.media_type == MEDIA_TYPE else parse_json(reply.body)
         return parse_answer(content, body, layout)
 
-    return dataclasses.replace(_call(parse, body, options), accept=f"{MEDIA_TYPE}, application/json")
+    return dataclasses.replace(call_of(parse, body, options), accept=f"{MEDIA_TYPE}, application/json")
 
 
-def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call[None]:
-    """Return the call of a streamed generation; `parse_event` reads its events."""
-
-    def refuse(reply: Reply) -> None:
-        check(reply)
-
-    body = generate_body(prompt, options) | {"stream": True}
-    return _call(refuse, body, options)
-
-
-def _call(parse: Callable[[Reply], T], body: dict[str, Any], options: GenerateOptions) -> Call[T]:
+def call_of(parse: Callable[[Reply], T], body: dict[str, Any], options: GenerateOptions) -> Call[T]:
     timeout_s = options.get("timeout")
     return Call("POST", "/generate", parse, body, timeout="generate", timeout_s=timeout_s, retry="refused")
-
-
-class Events:
-    """Reads the events of a streamed generation from its bytes; `done` once the last one came."""
-
-    def __init__(self, body: Mapping[str, Any], layout: RouteLayout | None) -> None:
-        self.done = False
-        self._body = body
-        self._layout = layout
-        self._decoder = SseDecoder()
-
-    def feed(self, chunk: bytes) -> Iterator[GenerationOutput]:
-        """Yield the outputs that `chunk` completes."""
-        for event in self._decoder.feed(chunk):
-            if event == DONE:
-                self.done = True
-                return
-            yield parse_event(event, self._body, self._layout)
-
-    def require_done(self) -> None:
-        """Raise `ResponseFormatError` if the stream ended too early."""
-        if not self.done:
-            raise ResponseFormatError("the stream ended before the request was finished")
 
 
 def num_samples(body: Mapping[str, Any]) -> int | None:

@@ -42,6 +42,7 @@ class GenerateOptions(TypedDict, total=False):
     max_kv_version_lag: int  # commits that its KV may be behind; -1: any number
     priority: int
     session_id: str  # the session of the request, whose prefix may be kept for the session's next one
+    resumable: bool  # of `stream`: a broken connection is made again, and the stream goes on
     extra_body: Mapping[str, Any]  # further fields of the request body, sent as they are
     timeout: float  # seconds for this call, instead of `Timeouts.generate`
 
