@@ -48,11 +48,12 @@ class Drawer:
         matcher = self._compiler.matcher(grammar)
         return all(map(matcher.advance, self.tokenizer.encode(text).ids)) and matcher.may_end
 
-    def text(self, grammar: Grammar, seed: int, max_tokens: int = 4000) -> str:
-        """Draw a text.  Raises `AssertionError` if it does not end."""
+    def text(self, grammar: Grammar, seed: int, max_tokens: int = 4000, begin: str = "") -> str:
+        """Draw a text that starts with `begin`.  Raises `AssertionError` if it does not end."""
         generator, matcher = random.Random(seed), self._compiler.matcher(grammar)
         packed_W: np.ndarray = np.zeros(-(-self.size // 32), dtype=np.int32)
-        ids: list[int] = []
+        ids: list[int] = self.tokenizer.encode(begin).ids
+        assert all(map(matcher.advance, ids)), f"{begin!r} is refused"
         while len(ids) < max_tokens:
             matcher.allowed(packed_W)
             allowed = np.flatnonzero(np.unpackbits(packed_W.view(np.uint8), bitorder="little")[: self.size])

@@ -117,6 +117,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields, RecordFields, AnyGener
         fields = {name: getattr(self, name) for name in ("rid", "max_tokens", "stream", *_SAME)}
         chat = ChatCompletionRequest(**self._chat_fields(), **fields, stop=[*self.stop_sequences, *stops])
         chat.unknown = self.unknown
+        chat.set_strict(self.tools or ())
         return chat
 
 

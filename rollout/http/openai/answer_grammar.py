@@ -1,16 +1,18 @@
 """The grammar of a chat's answer: of its thought, its tool calls, and the text that the request describes.
 
     answer = [thought] (calls | text)
+           | [thought] (free text, call)* free text
 
 A request that describes a text and has tools gets either.  A choice of tools that forces a call leaves out the text.
-Nothing binds the thought.
+Where nothing is forced, and a tool is strict, the text is free up to the marker that begins a call.  Nothing binds the
+thought.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,6 +26,8 @@ from rollout.http.openai.parsers.tool_calls import CallFormat
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _SPACE = r"/[ \n]{0,4}/"
+_BARE_CALL = r"/[\s\x1c-\x1f;]*\{(?s:.*)/"
+"""A text that is read as a call by its first brace, where a format has calls without a marker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +87,37 @@ def _function(tool: dict[str, Any]) -> dict[str, Any] | None:
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
+def strict_tools(tools: list[dict[str, Any]], names: Collection[str], format_: CallFormat) -> list[dict[str, Any]]:
+    """Return the tools of which only those among `names` bind their arguments; the others' may be any object.
+
+    In a format without quotes a call has tags for the names of its arguments.  These are then the only ones, and hold
+    any text.
+    """
+    return [tool if (_function(tool) or {}).get("name") in names else _loose(tool, format_) for tool in tools]
+
+
+def _loose(tool: dict[str, Any], format_: CallFormat) -> dict[str, Any]:
+    function = _function(tool)
+    if function is None:
+        return tool  # refused later
+    parameters = function.get("parameters")
+    known = parameters.get("properties") if isinstance(parameters, dict) else None
+    has_keys = isinstance(known, dict) and not format_.has_quotes
+    schema = {"type": "object"} | ({"properties": dict.fromkeys(known)} if has_keys else {})
+    return {"type": "function", "function": {"name": function["name"], "parameters": schema}}
+
+
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """The tools that may be called.  `has_many`: an answer may call more than once."""
+    """The tools that may be called.
+
+    `has_many`: an answer may call more than once.  `is_free`: it is a text in which calls may stand.
+    """
 
     format: CallFormat
     tools: list[dict[str, Any]]
     has_many: bool
+    is_free: bool = False
 
 
 def answer_grammar(
@@ -102,6 +130,10 @@ def answer_grammar(
     """
     if text is None and calls is None:
         return None
+    if text is None and calls is not None and calls.is_free:
+        if is_harmony:  # a thought is one of the messages
+            return Grammar("ebnf", lark.written(_free_messages(lark, calls)))
+        return Grammar("ebnf", lark.written(f"{_thought(lark, thinking)} {_free_text(lark, calls)}"))
     if text is not None and text.kind == "structural_tag":
         return text  # it leaves all text free up to its triggers
     if calls is None and not is_harmony and not (thinking.is_open or thinking.is_possible):
@@ -176,6 +208,39 @@ def _calls(lark: Lark, calls: CallGrammar) -> str:
         more = f"({between} {call})*"
     before, after = (lark.token(each) if each else "" for each in (format_.before, format_.after))
     return f"{before} {call} {more} {after}"
+
+
+def _free_text(lark: Lark, calls: CallGrammar) -> str:
+    """Return any text in which calls follow their tools from the marker on that begins them."""
+    format_ = calls.format
+    begin = format_.before or format_.opener
+    others = [format_.opener] if format_.before else []
+    also = [f"~{_BARE_CALL}"] if format_.bare else []
+    opened = lark.opened(begin, others, *also)
+    rest = lark.without([begin, *others], *also)
+    if format_.before or format_.bare:
+        called = _calls(lark, replace(calls, format=replace(format_, before="")))
+    else:
+        called = lark.rule(one_of(_call(lark, replace(format_, opener=""), tool) for tool in calls.tools))
+    group = f"({opened} {called})"
+    first = f"({called} | {group})" if format_.bare else group
+    return f"({first} {group}*)? {rest}" if calls.has_many else f"{first}? {rest}"
+
+
+def _free_messages(lark: Lark, calls: CallGrammar) -> str:
+    """Return messages of the harmony format, of which those to a function follow its tool.
+
+    The answer may begin within a message that the prompt has begun.
+    """
+    channel, constrain, message, end, start = map(
+        lark.token, (harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, harmony.END, harmony.START)
+    )
+    body = lark.without(harmony.MARKERS)
+    head = lark.without(harmony.MARKERS, "~/(?s:.*)to=(?s:.*)/")
+    to_none = lark.rule(f"{channel} {head} ({constrain} {head})? {message} {body}")
+    following = lark.rule(f"{end} {start} {literal('assistant')}")
+    call = lark.rule(one_of(_call(lark, calls.format, tool) for tool in calls.tools))
+    return f"({body} {following})? ({to_none} {following})* ({to_none} | {call}) | {body}"
 
 
 def _call(lark: Lark, format_: CallFormat, tool: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rollout.core.errors import BadRequest, StartupError, UnsupportedFeature
 from rollout.core.grammar import Grammar
 from rollout.http.answers import Native
-from rollout.http.openai.answer_grammar import CallGrammar, Thinking, answer_grammar, forced_tools
+from rollout.http.openai.answer_grammar import CallGrammar, Thinking, answer_grammar, forced_tools, strict_tools
 from rollout.http.openai.parsers import harmony
 from rollout.http.openai.parsers.answer import AnswerParser, names_of
 from rollout.http.openai.parsers.lark import Lark
@@ -166,7 +166,8 @@ class ChatMessages:
     def grammar(self, body: ChatCompletionRequest, prompt_ids: list[int]) -> Grammar | None:
         """Return the grammar of the answer to `body`, None if nothing binds it.  Raises what refuses it."""
         text, forced = body.grammar(), forced_tools(body.tool_choice, body.tools)
-        if text is None and forced is None:
+        strict = body.strict_names() if self._call_format is not None and body.template_tools() else frozenset()
+        if text is None and forced is None and not strict:
             return None
         if forced is not None and self._call_format is None:
             raise UnsupportedFeature("a tool_choice that forces a call needs a server with --tool-call-parser")
@@ -175,7 +176,10 @@ class ChatMessages:
         calls = None
         if self._call_format is not None and (tools := forced or body.template_tools()):
             has_many = body.parallel_tool_calls and not isinstance(body.tool_choice, dict)
-            calls = CallGrammar(self._call_format, tools, has_many)
+            is_free = forced is None and text is None
+            if is_free:
+                tools = strict_tools(tools, strict, self._call_format)
+            calls = CallGrammar(self._call_format, tools, has_many, is_free=is_free)
         thinking = self._thinking(self._reasoning_format, body, prompt_ids)
         return answer_grammar(self._lark(), text, calls, thinking, is_harmony=self._is_harmony)
 

@@ -20,8 +20,7 @@ _SAME = frozenset({*SamplingFields.model_fields, *RecordFields.model_fields, *An
 class ResponsesRequest(SamplingFields, RecordFields, AnyGeneration):
     """POST /v1/responses.  Sampling fields of the other dialects count here, too, and so do our own.
 
-    `input_ids` replaces the rendered items as the prompt.  `strict` of a tool has no effect: under a `tool_choice`
-    that forces a call, arguments follow the tool's schema, and else they are what the model writes.
+    `input_ids` replaces the rendered items as the prompt.
     """
 
     unsupported = UNSUPPORTED_GENERATE_FIELDS | {
@@ -84,6 +83,7 @@ class ResponsesRequest(SamplingFields, RecordFields, AnyGeneration):
             **{name: getattr(self, name) for name in (*own, *_SAME)},
         )
         chat.unknown = self.unknown
+        chat.set_strict(self.tools or ())
         return chat
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollout.core.errors import LockstepError
 from rollout.core.grammar import Grammar
-from rollout.http.openai.answer_grammar import CallGrammar, Thinking, answer_grammar, forced_tools
+from rollout.http.openai.answer_grammar import CallGrammar, Thinking, answer_grammar, forced_tools, strict_tools
 from rollout.http.openai.parsers import harmony
 from rollout.http.openai.parsers.answer import AnswerParser
 from rollout.http.openai.parsers.lark import Lark, regex
@@ -99,6 +99,114 @@ def test_an_answer_of_a_form_may_call_instead(drawer, calls, thinks):
         if not found:
             jsonschema.validate(json.loads(content), ANSWER)
     assert kinds == {False, True}
+
+
+NO_THOUGHT = Thinking()
+GOOD = {"city": "Bern", "days": 2}
+FAULTS = {"days": 0}, {"city": "Bern"}, {"city": "Bern", "days": 2, "more": 1}, {"city": 7, "days": 2}
+
+
+def written(calls: str, arguments: dict, name: str = "get_weather") -> str:
+    """Return a call as the models of a format write it, from the marker on that begins it."""
+    text, tags = json.dumps(arguments), TOOL_CALL_READERS[calls]
+    pairs = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items()]
+    return {
+        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>',
+        "qwen3_coder": f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
+        + "</function>\n</tool_call>",
+        "glm45": f"<tool_call>{name}\n"
+        + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs)
+        + "</tool_call>",
+        "llama3": f'<|python_tag|>{{"name": "{name}", "parameters": {text}}}',
+        "deepseekv3": f"{tags.before}{tags.opener}function<｜tool▁sep｜>{name}\n```json\n{text}\n```{tags.closer}"
+        + tags.after,
+        "deepseekv31": f"{tags.before}{tags.opener}{name}<｜tool▁sep｜>{text}{tags.closer}{tags.after}",
+        "kimi_k2": f"{tags.before}{tags.opener}functions.{name}:0<|tool_call_argument_begin|>{text}{tags.closer}"
+        + tags.after,
+        "gpt-oss": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}",
+    }[calls]
+
+
+BEGUN = {
+    "hermes": len("<tool_call>"),
+    "qwen3_coder": len("<tool_call>"),
+    "glm45": len("<tool_call>"),
+    "llama3": len("<|python_tag|>"),
+    "deepseekv3": len("<｜tool▁calls▁begin｜>"),
+    "deepseekv31": len("<｜tool▁calls▁begin｜>"),
+    "kimi_k2": len("<|tool_calls_section_begin|>"),
+    "gpt-oss": len("<|channel|>commentary to="),
+}
+"""Letters of an answer after which a call has begun."""
+
+
+def free_grammar(drawer: Drawer, calls: str, thinking=NO_THOUGHT, strict=("get_weather", "now"), has_many=True):
+    format_ = TOOL_CALL_READERS[calls]
+    wanted = CallGrammar(format_, strict_tools(TOOLS, strict, format_), has_many, is_free=True)
+    return answer_grammar(lark_of(drawer), None, wanted, thinking, is_harmony=format_.is_harmony)
+
+
+def in_text(calls: str, before: str, call: str) -> str:
+    """Return an answer that has a text before a call."""
+    if calls != "gpt-oss":
+        return before + call
+    return f"<|channel|>analysis<|message|>{before}<|end|><|start|>assistant{call}"
+
+
+@pytest.mark.parametrize(("calls", "thinks"), FORMATS)
+def test_a_strict_tool_binds_a_call_and_not_the_text_around_it(drawer, calls, thinks):
+    grammar = free_grammar(drawer, calls)
+    for before in ("", "I look {it} up: <b> "):
+        assert drawer.accepts(grammar, answer := in_text(calls, before, written(calls, GOOD))), answer
+        for fault in FAULTS:
+            if calls not in ("qwen3_coder", "glm45") or fault.get("city") != 7:  # a text there, whatever is written
+                assert not drawer.accepts(grammar, answer := in_text(calls, before, written(calls, fault))), answer
+        assert not drawer.accepts(grammar, in_text(calls, before, written(calls, GOOD, "unknown")))
+    plain = "Nothing to look up { here }." if calls != "gpt-oss" else "<|channel|>final<|message|>Nothing."
+    assert drawer.accepts(grammar, plain)
+
+
+@pytest.mark.parametrize(("calls", "thinks"), FORMATS)
+def test_texts_with_strict_tools_have_no_call_that_breaks_its_schema(drawer, calls, thinks):
+    grammar = free_grammar(drawer, calls)
+    for seed in range(3):
+        text = drawer.text(grammar, seed, begin=in_text(calls, "I look.", written(calls, {}, "")[: BEGUN[calls]]))
+        found = said_in(text, calls, thinks, in_thought=False)[2]
+        assert found, text
+        for call in found:
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+
+
+@pytest.mark.parametrize(("calls", "thinks"), FORMATS)
+def test_a_tool_that_is_not_strict_takes_any_arguments(drawer, calls, thinks):
+    grammar = free_grammar(drawer, calls, strict=("now",))
+    assert drawer.accepts(grammar, written(calls, {"city": "x", "days": "many"}))
+    assert not drawer.accepts(grammar, written(calls, {"city": "x"}, "now"))
+
+
+def test_several_calls_stand_in_one_text_unless_one_is_allowed(drawer):
+    for calls, between in [("hermes", "\nAnd "), ("llama3", "; "), ("kimi_k2", " and ")]:
+        call = written(calls, GOOD)
+        again = call.removeprefix("<|python_tag|>") if calls == "llama3" else call
+        assert drawer.accepts(free_grammar(drawer, calls), call + between + again), calls
+        assert not drawer.accepts(free_grammar(drawer, calls, has_many=False), call + between + again), calls
+
+
+def test_an_object_of_llama_is_a_call_by_its_place(drawer):
+    grammar = free_grammar(drawer, "llama3")
+    bare = written("llama3", GOOD).removeprefix("<|python_tag|>")
+    assert drawer.accepts(grammar, bare) and drawer.accepts(grammar, f"Bare: {bare}")
+    for answer in ('{"name": "get_weather", "parameters": {}}', ' {"a": 1}', f'{bare}; {{"name": "x"}}'):
+        assert not drawer.accepts(grammar, answer), answer
+
+
+def test_a_marker_that_is_a_token_cannot_be_spelled_in_letters():
+    """Parsers read text, so that letters would begin a call whose arguments nothing binds."""
+    drawer = Drawer(dict.fromkeys(MARKERS, True), ENDINGS)
+    matcher = drawer._compiler.matcher(free_grammar(drawer, "hermes"))
+    letters = [drawer.tokenizer.encode(letter).ids[0] for letter in "a <tool_call>"]
+    assert all(map(matcher.advance, letters[:-1])) and not matcher.advance(letters[-1])
 
 
 @pytest.mark.parametrize(

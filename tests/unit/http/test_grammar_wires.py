@@ -54,6 +54,23 @@ FORCED = [
 ]
 
 
+LOOSE = {"name": "g", "parameters": SCHEMA}
+STRICT = [
+    (
+        "/v1/chat/completions",
+        CHAT | {"tools": [{"type": "function", "function": each} for each in (FUNCTION | {"strict": True}, LOOSE)]},
+    ),
+    (
+        "/v1/responses",
+        {"input": "a", "tools": [{"type": "function", "strict": True} | FUNCTION, {"type": "function"} | LOOSE]},
+    ),
+    (
+        "/v1/messages",
+        MESSAGE | {"tools": [{"name": name, "input_schema": SCHEMA, "strict": name == "f"} for name in ("f", "g")]},
+    ),
+]
+
+
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with live_server(write_model_folder(Path(tmp_path_factory.mktemp("model"))), tool_call_parser="hermes") as server:
@@ -119,6 +136,20 @@ def test_a_grammar_that_does_not_compile_is_refused_before_it_is_sent(live: Live
     status, message = live.refused("/generate", text="a", sampling_params=params)
     assert status == 400 and words in message and "\n" not in message
     assert live.sent(TokenizedGenerateReqInput) == []
+
+
+@pytest.mark.parametrize(("path", "body"), STRICT)
+def test_a_strict_tool_is_a_grammar_under_auto(live: Live, path: str, body: dict):
+    for choice in ({}, {"tool_choice": {"type": "auto"} if path == "/v1/messages" else "auto"}):
+        grammar = params_sent(live, path, body | choice).grammar
+        assert grammar is not None and grammar.kind == "ebnf"
+        assert grammar.text.count(json.dumps(SCHEMA)) == 1, "the tool that is not strict is bound, too"
+    loose = [dict(tool, strict=False) for tool in body["tools"]]
+    if path == "/v1/chat/completions":
+        loose = [{"type": "function", "function": LOOSE}]
+    assert params_sent(live, path, body | {"tools": loose}).grammar is None
+    none = {"type": "none"} if path == "/v1/messages" else "none"
+    assert params_sent(live, path, body | {"tool_choice": none}).grammar is None
 
 
 def test_a_grammar_beside_the_sampling_parameters_is_refused(live: Live):

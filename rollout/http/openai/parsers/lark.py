@@ -41,6 +41,23 @@ class Lark:
             return f"{self.terminal('/(?s:.*)/')} {token}"
         return self._add("text", "/(?s:.*)/", f"[suffix={literal(marker)}]")
 
+    def without(self, markers: Iterable[str], *also: str) -> str:
+        """Return the expression of any text that has none of `markers`, and does not match a pattern of `also`.
+
+        The library loses count of many complements, so that the markers are in one.
+        """
+        found = "|".join(map(_escaped, markers))
+        return self.terminal(" & ".join(["/(?s:.*)/", *([f"~/(?s:.*)({found})(?s:.*)/"] if found else []), *also]))
+
+    def opened(self, marker: str, others: Iterable[str], *also: str) -> str:
+        """Return the expression of any text, and the first `marker` behind it.
+
+        The text has none of `others`, and does not match a pattern of `also`.
+        """
+        if (token := self.special(marker)) is not None:
+            return f"{self.without([marker, *others], *also)} {token}"
+        return self._add("text", self.without(others, *also), f"[suffix={literal(marker)}]")
+
     def terminal(self, pattern: str) -> str:
         """Add a terminal: one regular expression, or several that are joined by `&` and `~`."""
         return self._add("TEXT", pattern)
@@ -56,6 +73,10 @@ class Lark:
         name = f"{kind}_{len(self._rules)}"
         self._rules.append(f"{name}{attribute}: {body}")
         return name
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def literal(text: str) -> str:
