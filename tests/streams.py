@@ -82,7 +82,7 @@ def joined(parts: Sequence[Event]) -> Event:
 
 
 def rows_of(meta: Event, begin: int | None = None) -> list[Any]:
-    """Return the rows of routes in an event, as lists; they must be those of its tokens, from position `begin` on."""
+    """Return the rows of routes in an event, as lists; they must belong to its tokens, from position `begin` on."""
     routed = decode_compact(base64.b64decode(meta["routed_experts"]))
     start = routed.start
     assert start == meta["routed_experts_start_len"]

@@ -69,7 +69,7 @@ class RolloutClient(Calls, Blocking):
     ) -> Generator[GenerationOutput, None, None]:
         """Yield the outputs of a resumable stream that have more than `from_token` tokens, and its last one.
 
-        `options`: those that it was asked with.  A reader that the stream still has loses it.
+        `options`: the ones that it was asked with.  A reader that the stream still has loses it.
         """
         call = streams.rest_of_stream(rid, from_token, options.get("timeout"))
         return self._events(self._stream_events(call, dict(options) | {"rid": rid, "resumable": True}))

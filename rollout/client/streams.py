@@ -59,7 +59,7 @@ class Events:
         self._ended: set[int | None] = set()
 
     def feed(self, chunk: bytes) -> Iterator[GenerationOutput]:
-        """Yield the outputs that `chunk` completes, but those that an earlier connection brought."""
+        """Yield the outputs that `chunk` completes, without the ones of an earlier connection."""
         for event in self._decoder.feed(chunk):
             if event == DONE:
                 self.done = True

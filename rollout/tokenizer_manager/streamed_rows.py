@@ -42,7 +42,7 @@ class RowsSoFar:
 
     @property
     def routes(self) -> RoutedExpertsPayload | None:
-        """All rows so far, with data that grows; None if none were asked for."""
+        """The rows so far, with data that grows; None if none were asked for."""
         if self.head is None:
             return None
         return msgspec.structs.replace(

@@ -76,7 +76,7 @@ class GenerateRequest(AnyGeneration):
     def to_request(self, headers: Mapping[str, str]) -> GenerateReqInput:
         """Return the request.  Raises `BadRequest` or `UnsupportedFeature`."""
         if not self.stream and (self.is_incremental or self.resumable):
-            raise BadRequest("stream_format and resumable are of streams: they need stream: true")
+            raise BadRequest("stream_format and resumable need stream: true")
         if self.resumable and not isinstance(self.rid, str):
             raise BadRequest("a resumable stream needs a rid of its own, by which its client asks for the rest")
         request = _request(self, _OWN_FIELDS, headers)
@@ -210,7 +210,7 @@ class GenerateRoutes:
         return Parts(parts, is_list=is_list, is_binary=wanted.is_binary)
 
     async def resume(self, request: Request, body: ResumeBody) -> Response:
-        """Stream the rest of a resumable request from token `from_token` on, and go on until its end.
+        """Answer with the stream of a resumable request from token `from_token` on, until its end.
 
         A connection that still reads the stream ends with an error: a stream has one reader.
         """

@@ -57,7 +57,7 @@ class ResumableStream:
 
 
 class ResumableStreams:
-    """All resumable streams by the `rid` of their request.  Use from one event loop."""
+    """Holds the resumable streams by the `rid` of their request.  Use from one event loop."""
 
     def __init__(self) -> None:
         self._streams: dict[str, ResumableStream] = {}
@@ -99,7 +99,7 @@ class ResumableStreams:
         return [stream for stream in self._streams.values() if stream.num_readers == 0]
 
     def _forget_excess(self) -> None:
-        """Forget streams while they are over a limit: first those that were sent to their end, then the oldest."""
+        """Forget streams while they are over a limit: first the ones that were sent to their end, then the oldest."""
         kept = self.kept
         samples, size = sum(each.num_samples for each in kept), sum(each.num_bytes for each in kept)
         if samples <= MAX_KEPT_SAMPLES and size <= MAX_KEPT_BYTES:
