@@ -383,6 +383,7 @@ def test_both_clients_have_the_same_methods_and_every_verb_is_tested():
             "embed",
             "classify",
             "stream",
+            "resume_stream",
             "paused",
             "weight_transaction",
             "adapter_update",
