@@ -102,8 +102,9 @@ def _loose(tool: dict[str, Any], format_: CallFormat) -> dict[str, Any]:
         return tool  # refused later
     parameters = function.get("parameters")
     known = parameters.get("properties") if isinstance(parameters, dict) else None
-    has_keys = isinstance(known, dict) and not format_.has_quotes
-    schema = {"type": "object"} | ({"properties": dict.fromkeys(known)} if has_keys else {})
+    schema: dict[str, Any] = {"type": "object"}
+    if isinstance(known, dict) and not format_.has_quotes:
+        schema["properties"] = dict.fromkeys(known)
     return {"type": "function", "function": {"name": function["name"], "parameters": schema}}
 
 
