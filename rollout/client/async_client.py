@@ -61,7 +61,7 @@ class AsyncRolloutClient(Calls, Awaiting):
         return self._events(self._stream_events(call, call.json or {}))
 
     def resume_stream(
-        self, rid: str, from_token: int = 0, **options: Unpack[GenerateOptions]
+        self, rid: str, /, from_token: int = 0, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Do as `RolloutClient.resume_stream` does, as an async iterator."""
         call = streams.rest_of_stream(rid, from_token, options.get("timeout"))

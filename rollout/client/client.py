@@ -65,7 +65,7 @@ class RolloutClient(Calls, Blocking):
         return self._events(self._stream_events(call, call.json or {}))
 
     def resume_stream(
-        self, rid: str, from_token: int = 0, **options: Unpack[GenerateOptions]
+        self, rid: str, /, from_token: int = 0, **options: Unpack[GenerateOptions]
     ) -> Generator[GenerationOutput, None, None]:
         """Yield the outputs of a resumable stream that have more than `from_token` tokens, and its last one.
 

@@ -31,10 +31,10 @@ from rollout.http.turn_messages import (
     thoughts_of,
     with_thoughts,
 )
-from rollout.tokenizer_manager.handle import SampleText
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
 from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord
+from rollout.tokenizer_manager.sample_text import SampleText
 
 _TOKEN_BYTES = 64
 """Bytes of Python's objects for one token and its log-probability."""

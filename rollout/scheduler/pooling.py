@@ -1,6 +1,6 @@
 """Requests that pool: from the hidden states of their prompt to the rows of their answer.
 
-    hidden states of a step -- take_rows --> rows, in flight -- PoolRecord --> PooledRows
+    hidden states of a step -- take_all_rows --> rows, in flight -- PoolRecord --> PooledRows
 
 A row depends on its token and the tokens before it alone.  A mean adds the positions one after the other in float64.
 So the bits of an answer do not depend on the batch, nor on the chunks of the prompt.
@@ -10,18 +10,34 @@ Shapes: T tokens of a request in a step, D hidden, N rows, C columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from rollout.core.messages.req_output import PooledRows
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.model_state import ServingEpoch
-from rollout.scheduler.req import Extend, PoolRecord
+from rollout.scheduler.req import Extend, PoolRecord, Req
 
 _ROWS_AT_ONCE = 256  # of a mean, in float64
 
 
-def take_rows(
+def take_all_rows(
+    extends: Sequence[Extend], hidden_TD: torch.Tensor, model: DecoderForCausalLM, epoch: ServingEpoch
+) -> list[tuple[Req, torch.Tensor]]:
+    """Return the rows that a step with these prompts adds to requests that pool; its first rows are the prompts'."""
+    pooled, end = [], 0
+    for item in extends:
+        begin, end = end, end + item.count
+        if item.req.output.pool is not None:
+            rows_NC = _take_rows(item, hidden_TD[begin:end], model, epoch)
+            if rows_NC is not None:
+                pooled.append((item.req, rows_NC))
+    return pooled
+
+
+def _take_rows(
     item: Extend, hidden_TD: torch.Tensor, model: DecoderForCausalLM, epoch: ServingEpoch
 ) -> torch.Tensor | None:
     """Return the rows [N, C] that a step of `epoch` adds to the answer of a request, in float32; None for no row.

@@ -33,7 +33,7 @@ from rollout.scheduler.drafting import Drafting
 from rollout.scheduler.hidden_rows import HiddenPart, HiddenRows, enter_hidden
 from rollout.scheduler.in_flight import InFlight, RankCounts, Sampled
 from rollout.scheduler.policy import StepPlan
-from rollout.scheduler.pooling import take_rows
+from rollout.scheduler.pooling import take_all_rows
 from rollout.scheduler.records import SampledRows, enter_scores
 from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.stats import DraftCounts
@@ -140,7 +140,7 @@ class StepRunner:
         if extends:
             completed = [item.req for item in extends if item.completes]
             scored = self._score_prompts(extends, hidden_TD)
-            pooled = self._pool_prompts(extends, hidden_TD, epoch)
+            pooled = take_all_rows(extends, hidden_TD, self._runner.state.model, epoch)
             for item in extends:
                 item.req.device_len += item.count
             logits_NV = self._sample_first(completed, logits_NV, sampled)
@@ -315,19 +315,6 @@ class StepRunner:
                     scored += self._score_rows(item.req, rows, first + 1)
             offset += item.count
         return scored
-
-    def _pool_prompts(
-        self, extends: Sequence[Extend], hidden_TD: torch.Tensor, epoch: ServingEpoch
-    ) -> list[tuple[Req, torch.Tensor]]:
-        """Return the rows that the step adds to requests that pool."""
-        pooled, end = [], 0
-        for item in extends:
-            begin, end = end, end + item.count
-            if item.req.output.pool is not None:
-                rows = take_rows(item, hidden_TD[begin:end], self._runner.state.model, epoch)
-                if rows is not None:
-                    pooled.append((item.req, rows))
-        return pooled
 
     def _score_rows(self, req: Req, hidden_ND: torch.Tensor, position: int) -> list[tuple[Req, ScoredTokens]]:
         """Score the prompt tokens from `position` on, one for each row."""

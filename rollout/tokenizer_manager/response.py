@@ -27,13 +27,7 @@ from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.binary_response import add_logprob_arrays, id_array, route_array
 from rollout.tokenizer_manager.compact_logprobs import output_logprobs, prompt_logprobs, row_spans
 from rollout.tokenizer_manager.hidden_response import add_hidden_states
-from rollout.tokenizer_manager.request import (
-    GenerateReqInput,
-    HiddenForm,
-    LogprobsFormat,
-    MaskFormat,
-    RoutesFormat,
-)
+from rollout.tokenizer_manager.request import GenerateReqInput, HiddenForm, LogprobsFormat, MaskFormat, RoutesFormat
 from rollout.tokenizer_manager.sample import AlternativeArrays, MaskRecord, SampleRecord, message_arrays
 
 HEAVY = 4096
