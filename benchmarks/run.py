@@ -15,6 +15,7 @@ from rich.console import Console
 from benchmarks import (
     adapter_decode,
     adapter_refresh,
+    adapter_slots,
     adapter_times,
     capture,
     delta,
@@ -131,6 +132,7 @@ def main() -> None:
             rows += parallel_stalls.run(shape, args.rounds, console)
         if "adapters" in args.only:
             rows += adapter_decode.run(shape, args.rounds, args.new_tokens, console)
+            rows += adapter_slots.run(shape, args.rounds, args.new_tokens, console)
         if "adapter-times" in args.only:
             measured = adapter_times.run(shape, args.rounds, console)
             rows += measured
