@@ -39,7 +39,7 @@ def add_hidden_states(
 
 def _require_all(record: SampleRecord, finished: FinishedRecord, params: HiddenStatesParams) -> None:
     """Raise `LockstepError` if a token lacks its row; a request that was aborted has fewer."""
-    end = len(record.prompt_ids) + max(len(record.output_ids) - 1, 0)
+    end = len(record.prompt_ids) + max(record.num_tokens - 1, 0)  # also of a tail, which comes with all rows
     count = 0 if finished.hidden_states is None else finished.hidden_states.shape[0]
     if finished.reason.type != "abort" and count != max(end - params.start, 0):
         raise LockstepError(f"request {record.rid}: {count} rows of hidden states for {end - params.start} tokens")

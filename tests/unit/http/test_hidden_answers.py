@@ -22,6 +22,7 @@ from rollout.server.engine import Engine
 from tests.engine_thread import EngineThread
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
+from tests.streams import events, resumed
 from tests.troubleshooting import require_entry
 
 PROMPT = [5, 9, 2, 6, 30, 31]
@@ -111,6 +112,17 @@ def test_the_client_reads_them(live: Live) -> None:
     assert all(each.hidden_states is None for each in parts), "they come with the end"
     assert part.hidden_states is not None and part.hidden_states.start == 4
     assert np.array_equal(part.hidden_states.values, want[4:])
+
+
+@pytest.mark.parametrize("form", ["nested", "compact"])
+def test_a_stream_of_new_tokens_has_all_rows_in_its_last_event(live: Live, form: str) -> None:
+    whole = live.generate(**BODY, hidden_states_format=form)["meta_info"]["hidden_states"]
+    sent = BODY | {"hidden_states_format": form, "stream_format": "incremental", "resumable": True}
+    *parts, last = events(live, **sent, stream=True, rid=form)
+    assert len(parts) > 1 and not any("hidden_states" in part["meta_info"] for part in parts)
+    assert last["meta_info"]["hidden_states"] == whole
+    for count in range(5):
+        assert resumed(live, form, count)[-1]["meta_info"]["hidden_states"] == whole
 
 
 def test_a_batch_says_which_prompts_want_them(live: Live) -> None:
