@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollout.core.continued import continued_params
+from rollout.core.continued import continued_params, continued_seed
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.core.known_fields import (
     HARMLESS_SAMPLING_FIELDS,
@@ -198,9 +198,9 @@ def expand(
     shared["return_routed_experts"] = (
         routes_by_default if request.return_routed_experts is None else request.return_routed_experts
     )
-    params, unknown = _sampling_params(raw_params)
+    given, unknown = _sampling_params(raw_params)
     budgets = [None if raw.get("max_new_tokens") is not None else request.default_new_tokens for raw in raw_params]
-    params = [_continued(*each) for each in zip(params, earlier, budgets)]
+    params = [_continued(*each) for each in zip(given, earlier, budgets)]
     columns["return_sampling_mask"] = [
         masks_by_default and each.filters if asked is None else asked
         for asked, each in zip(_column("return_sampling_mask", request.return_sampling_mask, count, is_batch), params)
@@ -214,7 +214,7 @@ def expand(
     ]
     messages, lengths = [], []
     for index, rid in enumerate(rids):
-        first, *siblings = _samples(rid, params[index])
+        first, *siblings = _samples(rid, given[index], earlier[index])
         own = {name: column[index] for name, column in columns.items()}
         messages.append(
             TokenizedGenerateReqInput(
@@ -356,14 +356,21 @@ def _is_ignored(name: str, value: Any) -> bool:
     return bool(value) or name not in KNOWN_SAMPLING_FIELDS
 
 
-def _samples(rid: str, params: SamplingParams) -> list[tuple[str, int | None]]:
-    """Return the id and seed of each sample of a prompt: a given seed moves on by one per sample, so that samples
-    differ.
+def _samples(rid: str, params: SamplingParams, count: int) -> list[tuple[str, int | None]]:
+    """Return the id and seed of each sample of a prompt, whose last `count` tokens are output.
+
+    A given seed moves on by one per sample, so that samples differ.
     """
     if params.n == 1:
-        return [(rid, params.sampling_seed)]
-    seed = params.sampling_seed
-    return [(f"{rid}_{index}", None if seed is None else _wrap_int64(seed + index)) for index in range(params.n)]
+        return [(rid, _seed(params.sampling_seed, 0, count))]
+    return [(f"{rid}_{index}", _seed(params.sampling_seed, index, count)) for index in range(params.n)]
+
+
+def _seed(seed: int | None, index: int, count: int) -> int | None:
+    if seed is None:
+        return None
+    own = _wrap_int64(seed + index)
+    return continued_seed(own, count) if count else own
 
 
 def _wrap_int64(value: int) -> int:

@@ -163,3 +163,13 @@ def test_every_door_counts_what_was_used_before(live: Live, path: str, fields: d
 def test_a_budget_that_cannot_be_counted_is_refused(live: Live, fields: dict[str, Any], words: str) -> None:
     status, message = live.refused(**{"input_ids": PROMPT} | fields)
     assert status == 400 and words in message
+
+
+def test_each_sample_of_a_prompt_goes_on_with_its_own_seed(live: Live) -> None:
+    """Sample i of a request with n samples has the seed plus i, before and after an interruption."""
+    rest = {"input_ids": [*PROMPT, 7, 8, 9], "prior_output_tokens": 3, "sampling_params": SEEDED | {"n": 3}}
+    samples = live.generate(**rest)
+    for index, sample in enumerate(samples):
+        own = SEEDED | {"sampling_seed": SEEDED["sampling_seed"] + index}
+        assert live.generate(**rest | {"sampling_params": own})["output_ids"] == sample["output_ids"]
+    assert len({tuple(sample["output_ids"]) for sample in samples}) == 3
