@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollout.core.errors import NotFound
@@ -51,9 +51,16 @@ class ResumableStream:
     def num_samples(self) -> int:
         return len(self.handle.records)
 
+    @property
+    def is_too_large(self) -> bool:
+        """True if it is over a limit alone, so that no other stream need go for it."""
+        return self.num_samples > MAX_KEPT_SAMPLES or self.num_bytes > MAX_KEPT_BYTES
+
     def measure(self) -> None:
-        """Set `num_bytes` to what its records take, roughly."""
-        self.num_bytes = sum(map(_record_bytes, self.handle.records))
+        """Set `num_bytes` to what its records take, roughly.  Samples share the parts of a request."""
+        records = self.handle.records
+        shared = {id(part): size for record in records for part, size in _request_parts(record)}
+        self.num_bytes = sum(map(_record_bytes, records)) + sum(shared.values())
 
 
 class ResumableStreams:
@@ -99,12 +106,15 @@ class ResumableStreams:
         return [stream for stream in self._streams.values() if stream.num_readers == 0]
 
     def _forget_excess(self) -> None:
-        """Forget streams while they are over a limit: first the ones that were sent to their end, then the oldest."""
+        """Forget streams while they are over a limit.
+
+        The ones that are over it alone go first, then the ones that were sent to their end, then the oldest.
+        """
         kept = self.kept
         samples, size = sum(each.num_samples for each in kept), sum(each.num_bytes for each in kept)
         if samples <= MAX_KEPT_SAMPLES and size <= MAX_KEPT_BYTES:
             return
-        for stream in sorted(kept, key=lambda each: (not each.is_sent, each.kept_since)):
+        for stream in sorted(kept, key=lambda each: (not each.is_too_large, not each.is_sent, each.kept_since)):
             self._forget(stream)
             samples, size = samples - stream.num_samples, size - stream.num_bytes
             if samples <= MAX_KEPT_SAMPLES and size <= MAX_KEPT_BYTES:
@@ -134,9 +144,9 @@ class ResumableStreams:
 
 
 def _record_bytes(record: SampleRecord) -> int:
-    """Return the bytes of a record's parts that grow with its prompt and its tokens."""
+    """Return the bytes of a record's parts that grow with its tokens."""
     alternatives, mask, finished = record.output_alternatives, record.output_mask, record.finished
-    objects = len(record.prompt_ids) + len(record.output_ids) + len(record.output_logprobs) + 2 * len(mask.counts)
+    objects = len(record.output_ids) + len(record.output_logprobs) + 2 * len(mask.counts)
     total = SAMPLE_BYTES + TOKEN_BYTES * objects
     total += len(alternatives.top_logprobs) + len(alternatives.top_ids) + len(alternatives.chosen_logprobs)
     total += len(mask.token_ids) + len(mask.kept_logprobs)
@@ -144,9 +154,22 @@ def _record_bytes(record: SampleRecord) -> int:
         total += len(record.rows.route_data)
     if finished is not None:
         total += len(finished.routed_experts.data) if finished.routed_experts is not None else 0
+        total += len(finished.hidden_states.data) if finished.hidden_states is not None else 0
         prompt = finished.prompt_logprobs
         if prompt is not None:
             total += TOKEN_BYTES * len(prompt.values)
             if (rows := prompt.alternatives) is not None:
                 total += len(rows.top_logprobs) + len(rows.top_ids) + len(rows.chosen_logprobs)
     return total
+
+
+def _request_parts(record: SampleRecord) -> Iterator[tuple[object, int]]:
+    """Yield the parts of a record's request that may be large, each with its bytes."""
+    source, params = record.source, record.source.sampling_params
+    lists = (source.input_ids, source.token_ids_logprob, params.stop_token_ids, params.allowed_token_ids)
+    for entries in (*lists, params.logit_bias, *params.bad_word_ids):
+        yield entries, TOKEN_BYTES * len(entries or ())
+    for texts in (params.stop, params.bad_words):
+        yield texts, sum(TOKEN_BYTES + 4 * len(text) for text in texts)
+    if params.grammar is not None:
+        yield params.grammar, 4 * len(params.grammar.text)

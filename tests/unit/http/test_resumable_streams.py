@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from capture.token_logprobs import TokenLogprobs
-from rollout.core.messages.io_struct import AbortReqInput
+from rollout.core.messages.io_struct import AbortReqInput, TokenizedGenerateReqInput
+from rollout.core.messages.req_output import FinishedRecord, FinishReason, HiddenStatesRows
+from rollout.core.sampling_params import SamplingParams
 from rollout.http.native import resumable
+from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.sample import SampleRecord
 from tests.http_harness import Live
 from tests.streams import cut, events, joined, of_sample, plain, resumed
 
@@ -247,6 +251,42 @@ def test_streams_without_a_reader_hold_so_many_bytes(live: Live, monkeypatch: py
     monkeypatch.setattr(resumable, "MAX_KEPT_BYTES", 5000)
     live.wait_until(lambda: held(live, ["big"]) == [])
     live.wait_until(lambda: live.manager.num_in_flight == 0)
+
+
+def test_a_stream_over_the_limit_alone_takes_no_other_with_it(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    list(events(live, **body("small", num_new=2), stream=True, resumable=True))
+    small = measured([record_of(8)])
+    monkeypatch.setattr(resumable, "MAX_KEPT_BYTES", 4 * small)
+    list(events(live, **body("large", num_new=140), stream=True, resumable=True))
+    live.wait_until(lambda: held(live, ["small", "large"]) == ["small"])
+
+
+def record_of(num_prompt: int, **fields: Any) -> SampleRecord:
+    return SampleRecord(TokenizedGenerateReqInput(input_ids=[1] * num_prompt, **RECORD | fields), 0.0, "v")
+
+
+RECORD: dict[str, Any] = {"rid": "r", "sampling_params": SamplingParams()}
+
+
+def measured(records: list[SampleRecord]) -> int:
+    handle = GenerateHandle(records, replies_with_list=True, tokenizer=None, form=None, abort=print)  # type: ignore
+    stream = resumable.ResumableStream("r", handle, is_incremental=False)
+    stream.measure()
+    return stream.num_bytes
+
+
+def test_the_bytes_of_a_stream_count_hidden_states_and_shared_prompts_once() -> None:
+    few = measured([record_of(10)])
+    with_states = record_of(10)
+    rows = HiddenStatesRows(data=bytes(10**6), dtype="float32", shape=(1, 1, 250_000), start=0)
+    with_states.finished = FinishedRecord(reason=FinishReason(type="length", length=1), hidden_states=rows)
+    assert measured([with_states]) >= few + 10**6
+    source = TokenizedGenerateReqInput(input_ids=[1] * 10_000, siblings=[("s", 1), ("t", 2)], **RECORD)
+    group = [SampleRecord(each, 0.0, "v") for each in source.samples()]
+    one = measured(group[:1])
+    assert one > 10_000 * 36 and measured(group) < one + 3 * few, "the samples hold one list of ids"
+    wide = SamplingParams(logit_bias=dict.fromkeys(range(4096), 1.0), stop=["x" * 1000] * 32)
+    assert measured([record_of(10, sampling_params=wide)]) > few + 4096 * 60 + 32_000
 
 
 def test_many_clients_that_leave_at_once_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
