@@ -240,7 +240,7 @@ class GenerateRoutes:
                     yield event
             stream.is_sent = True
 
-        return SseResponse(events(), on_close=functools.partial(self.streams.leave, stream))
+        return SseResponse(events(), on_close=functools.partial(self.streams.leave, stream, stream.reader))
 
     async def _answer(
         self, wanted: GenerateReqInput, note_passed: Callable[[GenerateHandle], None] | None

@@ -34,15 +34,16 @@ TOKEN_BYTES = 64
 class ResumableStream:
     """A request whose stream may be read by one connection after another.
 
-    `num_readers`: connections that have not ended; all but the last one were taken over.  `is_sent`: to its end, once.
-    `kept_since`: when the last reader left, in seconds of the monotonic clock; `num_bytes`: of its records then, or
-    later.
+    `reader`: the number of its last connection, which took it over from the ones before.  `is_read`: that one has not
+    ended.  `is_sent`: to its end, once.  `kept_since`: when the last reader left, in seconds of the monotonic clock;
+    `num_bytes`: of its records then, or later.
     """
 
     rid: str
     handle: GenerateHandle
     is_incremental: bool
-    num_readers: int = 1
+    reader: int = 1
+    is_read: bool = True
     is_sent: bool = False
     kept_since: float = 0.0
     num_bytes: int = 0
@@ -88,13 +89,16 @@ class ResumableStreams:
             )
         first = [from_token] * stream.num_samples if isinstance(from_token, int) else list(from_token)
         stream.handle.require_tokens(first)
-        stream.num_readers += 1
+        stream.reader, stream.is_read = stream.reader + 1, True
         return stream, first
 
-    def leave(self, stream: ResumableStream) -> None:
-        """Note that a reader's connection has ended.  Without another reader the stream is kept for a while."""
-        stream.num_readers -= 1
-        if stream.num_readers == 0:
+    def leave(self, stream: ResumableStream, reader: int) -> None:
+        """Note that a reader's connection has ended.  If it was the last reader, the stream is kept for a while.
+
+        A connection that was taken over may hang for long after, as its machine is gone.
+        """
+        if reader == stream.reader:
+            stream.is_read = False
             stream.kept_since = time.monotonic()
             stream.measure()
             self._forget_excess()
@@ -103,7 +107,7 @@ class ResumableStreams:
     @property
     def kept(self) -> list[ResumableStream]:
         """The streams without a reader."""
-        return [stream for stream in self._streams.values() if stream.num_readers == 0]
+        return [stream for stream in self._streams.values() if not stream.is_read]
 
     def _forget_excess(self) -> None:
         """Forget streams while they are over a limit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 from typing import Any
@@ -261,6 +262,26 @@ def test_a_stream_over_the_limit_alone_takes_no_other_with_it(live: Live, monkey
     live.wait_until(lambda: held(live, ["small", "large"]) == ["small"])
 
 
+def test_a_connection_that_hangs_after_it_was_taken_over_keeps_no_stream_alive() -> None:
+    async def scene() -> None:
+        streams = resumable.ResumableStreams()
+        stream = streams.begin("r", handle_of([record_of(4)]), is_incremental=False)
+        first = stream.reader
+        streams.resume("r", 0)
+        streams.leave(stream, first)
+        assert streams.kept == [], "the second reader is there"
+        again, _ = streams.resume("r", 0)  # while the second one hangs
+        streams.leave(again, stream.reader)
+        assert streams.kept == [stream]
+
+    asyncio.run(scene())
+
+
+def handle_of(records: list[SampleRecord]) -> GenerateHandle:
+    form: Any = None
+    return GenerateHandle(records, replies_with_list=True, tokenizer=None, form=form, abort=lambda rids: None)
+
+
 def record_of(num_prompt: int, **fields: Any) -> SampleRecord:
     return SampleRecord(TokenizedGenerateReqInput(input_ids=[1] * num_prompt, **RECORD | fields), 0.0, "v")
 
@@ -269,8 +290,7 @@ RECORD: dict[str, Any] = {"rid": "r", "sampling_params": SamplingParams()}
 
 
 def measured(records: list[SampleRecord]) -> int:
-    handle = GenerateHandle(records, replies_with_list=True, tokenizer=None, form=None, abort=print)  # type: ignore
-    stream = resumable.ResumableStream("r", handle, is_incremental=False)
+    stream = resumable.ResumableStream("r", handle_of(records), is_incremental=False)
     stream.measure()
     return stream.num_bytes
 
