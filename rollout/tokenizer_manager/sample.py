@@ -93,6 +93,7 @@ class SampleRecord:
     adapter: AdapterLabel | None = None  # as the scheduler names it
     first_token_at: float | None = None
     finished_at: float | None = None
+    ends_alone: bool = False  # its end came without a token, as that of an abort
     num_before: int = 0
     rows: RowsSoFar | None = None
 
@@ -152,7 +153,7 @@ class SampleRecord:
             self.rows = self.rows or RowsSoFar()
             self.rows.append(output.rows)
         if output.finished is not None:
-            self.finished, self.rows = output.finished, None
+            self.finished, self.rows, self.ends_alone = output.finished, None, not output.token_ids
             self.finished_at = now
         self._check(output)
 

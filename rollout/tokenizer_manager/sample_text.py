@@ -34,9 +34,12 @@ class SampleText:
         return self._final
 
     def begin_at(self, count: int) -> int:
-        """Decode the first `count` tokens of a text that has none yet, and return how many characters they show."""
+        """Decode the first `count` tokens of a text that has none yet, and return how many characters they show.
+
+        The last token shows all that was held back, if it came with the end.
+        """
         ids = self._record.output_ids
-        if self._record.finished is not None and count == len(ids):
+        if self._record.finished is not None and count == len(ids) and not self._record.ends_alone:
             return len(self.update())
         self._detokenizer.feed(ids[:count])
         return len(self._detokenizer.shown)
