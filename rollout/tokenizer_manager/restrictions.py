@@ -33,11 +33,12 @@ class Restrictions:
         self._tokenizer: Tokenizer | None = None
         self._compiler: GrammarCompiler | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self.has_grammars = False  # True once it can bind answers: it has the library and a tokenizer
 
     def serve(self, tokenizer: Tokenizer | None) -> None:
         """Begin with the server's tokenizer; without one, requests with a grammar or bad words are refused."""
         if tokenizer is not None:
-            self._tokenizer = tokenizer
+            self._tokenizer, self.has_grammars = tokenizer, installed_version() is not None
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
             config = self._config
             self._compiler = GrammarCompiler(
@@ -46,7 +47,7 @@ class Restrictions:
 
     def warm_up(self) -> None:
         """Begin to start the process that checks grammars, if there can be any, so that none waits for it."""
-        if self._thread is not None and self._compiler is not None and installed_version() is not None:
+        if self._thread is not None and self._compiler is not None and self.has_grammars:
             self._thread.submit(self._start, self._compiler)
 
     @staticmethod

@@ -42,6 +42,7 @@ class Chats:
         """Return the request of a chat with this prompt.  Raises `BadRequest`."""
         wanted = body.to_request(headers, prompt_ids, self._messages.kept_tokens(body), self._messages.end_ids())
         grammar = self._messages.grammar(body, prompt_ids)
+        wanted.ignored_fields = [*wanted.ignored_fields, *self._messages.unbound(body)]
         if grammar is not None:
             assert isinstance(wanted.sampling_params, dict)
             wanted.sampling_params["structured_outputs"] = grammar.structured_outputs()

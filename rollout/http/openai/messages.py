@@ -5,6 +5,7 @@ The formats of models are in `parsers`.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.validation import check_token_ids
 
+logger = logging.getLogger(__name__)
 PROMPT_TAIL = 16
 """Tokens at the end of a prompt that may hold the marker of a thought, spelled out."""
 
@@ -113,6 +115,7 @@ class ChatMessages:
         self._call_format = _named(TOOL_CALL_READERS, "--tool-call-parser", args.tool_call_parser)
         self._reasoning_format = _named(REASONING_FORMATS, "--reasoning-parser", args.reasoning_parser)
         formats = [each for each in (self._call_format, self._reasoning_format) if each is not None]
+        self._has_warned = False
         self._is_harmony = any(each.is_harmony for each in formats)
         if self._is_harmony and not all(each.is_harmony for each in formats):
             raise StartupError(
@@ -166,7 +169,7 @@ class ChatMessages:
     def grammar(self, body: ChatCompletionRequest, prompt_ids: list[int]) -> Grammar | None:
         """Return the grammar of the answer to `body`, None if nothing binds it.  Raises what refuses it."""
         text, forced = body.grammar(), forced_tools(body.tool_choice, body.tools)
-        strict = body.strict_names() if self._call_format is not None and body.template_tools() else frozenset()
+        strict = body.strict_names() if self._why_unbound(text) is None and body.template_tools() else frozenset()
         if text is None and forced is None and not strict:
             return None
         if forced is not None and self._call_format is None:
@@ -182,6 +185,33 @@ class ChatMessages:
             calls = CallGrammar(self._call_format, tools, has_many, is_free=is_free)
         thinking = self._thinking(self._reasoning_format, body, prompt_ids)
         return answer_grammar(self._lark(), text, calls, thinking, is_harmony=self._is_harmony)
+
+    def unbound(self, body: ChatCompletionRequest) -> list[str]:
+        """Return the fields of `body` that have no effect, as its calls cannot be bound: `tools.strict`, or none.
+
+        Such a chat is answered, as agents send the field unasked.  Raises `UnsupportedFeature` under --strict-requests.
+        """
+        if not body.template_tools() or not body.strict_names():
+            return []
+        reason = self._why_unbound(body.grammar())
+        if reason is None:
+            return []
+        if self._manager.server_args.strict_requests:
+            raise UnsupportedFeature(f"strict of a tool has no effect: {reason}")
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("strict of a tool has no effect: %s", reason)
+        return ["tools.strict"]
+
+    def _why_unbound(self, text: Grammar | None) -> str | None:
+        """Return why strict tools do not bind their calls, in an answer whose text follows `text`; None if they do."""
+        if self._call_format is None:
+            return "the server has no --tool-call-parser"
+        if not self._manager.restrictions.has_grammars:
+            return "grammars need a tokenizer and the package llguidance: pip install 'lockstep-rl[grammar]'"
+        if text is not None and text.kind in ("ebnf", "structural_tag"):
+            return "the request has a grammar of its own"
+        return None
 
     def _thinking(
         self, format_: ReasoningFormat | None, body: ChatCompletionRequest, prompt_ids: list[int]

@@ -152,6 +152,52 @@ def test_a_strict_tool_is_a_grammar_under_auto(live: Live, path: str, body: dict
     assert params_sent(live, path, body | {"tool_choice": none}).grammar is None
 
 
+def ignored(live: Live, path: str, body: dict) -> tuple[list[str] | None, Grammar | None]:
+    """Return the fields that the answer names, and the grammar of the request."""
+    live.scheduler.received.clear()
+    reply = live.client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    (sent,) = live.sent(TokenizedGenerateReqInput)
+    return reply.json().get("ignored_fields"), sent.sampling_params.grammar
+
+
+@pytest.mark.parametrize(("path", "body"), STRICT)
+def test_a_strict_tool_that_cannot_be_bound_is_named_and_not_refused(
+    live: Live, path: str, body: dict, monkeypatch: pytest.MonkeyPatch
+):
+    """Agents send `strict` of themselves, so a server without the library of grammars still answers them."""
+    assert ignored(live, path, body)[0] is None
+    none = {"type": "none"} if path == "/v1/messages" else "none"
+    monkeypatch.setattr(live.manager.restrictions, "has_grammars", False)
+    assert ignored(live, path, body) == (["tools.strict"], None)
+    assert ignored(live, path, body | {"typo": 1}) == (["typo", "tools.strict"], None)
+    assert ignored(live, path, body | {"tool_choice": none}) == (None, None)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_server_without_a_parser_of_calls_names_strict_tools_or_refuses_them(tmp_path: Path, is_strict: bool):
+    with live_server(write_model_folder(tmp_path / "m"), strict_requests=is_strict) as server:
+        for path, body in STRICT:
+            if is_strict:
+                assert "--tool-call-parser" in server.refused(path, **body)[1]
+            else:
+                assert ignored(server, path, body) == (["tools.strict"], None)
+
+
+def test_a_chat_with_a_grammar_of_its_own_names_strict_tools(live: Live):
+    path, body = STRICT[0]
+    own = {"structured_outputs": {"grammar": 'root ::= "a"'}}
+    names, grammar = ignored(live, path, body | own)
+    assert names == ["tools.strict"] and grammar == Grammar("ebnf", 'root ::= "a"')
+    assert ignored(live, path, body | {"response_format": FORMAT})[0] is None, "its calls are bound, too"
+
+
+def test_a_stream_names_a_strict_tool_that_is_not_bound(live: Live, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(live.manager.restrictions, "has_grammars", False)
+    for path, body in STRICT:
+        assert '"ignored_fields":["tools.strict"]' in live.client.post(path, json=body | {"stream": True}).text, path
+
+
 def test_a_grammar_beside_the_sampling_parameters_is_refused(live: Live):
     status, message = live.refused("/generate", text="a", regex="a")
     assert status == 400 and "ask with sampling_params.regex" in message
