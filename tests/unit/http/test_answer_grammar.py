@@ -10,7 +10,7 @@ from rollout.core.grammar import Grammar
 from rollout.http.openai.answer_grammar import CallGrammar, Thinking, answer_grammar, forced_tools, strict_tools
 from rollout.http.openai.parsers import harmony
 from rollout.http.openai.parsers.answer import AnswerParser
-from rollout.http.openai.parsers.lark import Lark, regex
+from rollout.http.openai.parsers.lark import Lark, json_value, regex
 from rollout.http.openai.parsers.reasoning import REASONING_FORMATS
 from rollout.http.openai.parsers.tool_calls import TOOL_CALL_READERS
 from rollout.text.token_vocabulary import TokenVocabulary
@@ -199,6 +199,29 @@ def test_an_object_of_llama_is_a_call_by_its_place(drawer):
     assert drawer.accepts(grammar, bare) and drawer.accepts(grammar, f"Bare: {bare}")
     for answer in ('{"name": "get_weather", "parameters": {}}', ' {"a": 1}', f'{bare}; {{"name": "x"}}'):
         assert not drawer.accepts(grammar, answer), answer
+
+
+def test_what_explains_a_schema_is_no_part_of_a_grammar(drawer):
+    """An agent with forty described tools would be over the limit of a grammar."""
+    names = {"title": {"enum": [{"title": "a"}]}, "description": {"type": "string", "description": "why"}}
+    noted = {"title": "T", "description": "x" * 3000, "properties": names, "required": ["title"], "default": {}}
+    bare = {"properties": names | {"description": {"type": "string"}}, "required": ["title"]}
+    assert json_value({"anyOf": [noted]}) == json_value({"anyOf": [bare]}) == f"%json {json.dumps({'anyOf': [bare]})}"
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{index}", "parameters": WEATHER | {"description": "x" * 3000}}}
+        for index in range(40)
+    ]
+    for calls in TOOL_CALL_READERS:
+        format_ = TOOL_CALL_READERS[calls]
+        wanted = CallGrammar(format_, tools, has_many=True, is_free=True)
+        answer_grammar(lark_of(drawer), None, wanted, NO_THOUGHT, is_harmony=format_.is_harmony).validate()
+
+
+def test_a_schema_of_any_depth_is_written():
+    deep = {"description": "x"}
+    for _ in range(200):
+        deep = {"items": deep, "title": "t"}
+    assert json_value(deep).count('"title"') == 135
 
 
 def test_a_marker_that_is_a_token_cannot_be_spelled_in_letters():

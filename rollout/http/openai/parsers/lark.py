@@ -12,6 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 _UNESCAPED_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_NOTES = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"})
+"""Keywords of a schema that bind nothing.  In the schemas of tools they are most of the text, which has a limit."""
+_OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords that hold schemas by names, which may be those of notes."""
+_OF_DATA = frozenset({"const", "enum", "required", "dependentRequired"})
+_MAX_DEPTH = 64
 
 
 class Lark:
@@ -86,7 +92,24 @@ def literal(text: str) -> str:
 
 def json_value(schema: Any) -> str:
     """Return the expression of a value of a JSON schema."""
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    return f"%json {json.dumps(_without_notes(schema), ensure_ascii=False)}"
+
+
+def _without_notes(schema: Any, depth: int = 0) -> Any:
+    """Return a schema that binds the same values, and explains nothing.  Deeper levels stay as they are."""
+    if depth > _MAX_DEPTH:
+        return schema
+    if isinstance(schema, list):
+        return [_without_notes(each, depth + 1) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bare = {}
+    for key, value in schema.items():
+        if key in _OF_NAMES and isinstance(value, dict):
+            bare[key] = {name: _without_notes(each, depth + 1) for name, each in value.items()}
+        elif key not in _NOTES:
+            bare[key] = value if key in _OF_DATA else _without_notes(value, depth + 1)
+    return bare
 
 
 def regex(pattern: str) -> str:
