@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollout.text.detokenizer import IncrementalDetokenizer, final_text
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.sample import SampleRecord
+
+_ONE_BY_ONE = 16  # tokens: more than a detokenizer leaves undecided in a text
 
 
 class SampleText:
@@ -27,7 +31,7 @@ class SampleText:
         finished = self._record.finished
         pending = self._record.output_ids[self._detokenizer.num_fed :]
         if finished is None:
-            self._detokenizer.feed(pending)
+            self._feed(pending)
             return self._detokenizer.shown
         matched = finished.reason.matched if finished.reason.type == "stop" else None
         self._final = final_text(self._detokenizer, pending, matched, trim=self._trim)
@@ -41,5 +45,15 @@ class SampleText:
         ids = self._record.output_ids
         if self._record.finished is not None and count == len(ids) and not self._record.ends_alone:
             return len(self.update())
-        self._detokenizer.feed(ids[:count])
+        self._feed(ids[:count])
         return len(self._detokenizer.shown)
+
+    def _feed(self, token_ids: Sequence[int]) -> None:
+        """Feed tokens so that what they show does not depend on how many came at once: the last ones one by one.
+
+        Bytes of a character and half of the next one, in one piece, are no character for some decoders.
+        """
+        first = max(len(token_ids) - _ONE_BY_ONE, 0)
+        self._detokenizer.feed(token_ids[:first])
+        for token_id in token_ids[first:]:
+            self._detokenizer.feed([token_id])

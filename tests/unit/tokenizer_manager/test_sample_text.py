@@ -52,3 +52,37 @@ def test_an_end_that_came_alone_shows_the_text_that_was_held_back(reason: Finish
     text = SampleText(ended(reason, alone=alone), tokenizer)
     begin = text.begin_at(5)
     assert text.update()[begin:] == "EN", "a stop string may have begun with the fifth token"
+
+
+class Bytes:
+    """A tokenizer with a token for each byte, whose decoder takes a run of them as a whole, as Llama's does."""
+
+    @staticmethod
+    def decode(ids: list[int], **_: Any) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+
+def grown(record: SampleRecord, ids: list[int]) -> SampleRecord:
+    record.append(
+        ReqOutput(rid="a", token_ids=ids, num_output_tokens=len(record.output_ids) + len(ids), weight_version="v"), 0.0
+    )
+    return record
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 7, 30])
+def test_the_text_that_tokens_show_does_not_depend_on_how_they_came(at_once: int) -> None:
+    """Else a reader that goes on at a token would see characters twice, or not at all."""
+    tokenizer: Any = Bytes()
+    ids = list("Wörter 😀語😀, 😀😀 und 語語語語 viele Zeichen 😀".encode())
+    source = TokenizedGenerateReqInput(rid="a", input_ids=[1], sampling_params=SamplingParams())
+    one, some = SampleRecord(source, 0.0, "v"), SampleRecord(source, 0.0, "v")
+    text_of_one, text_of_some = SampleText(one, tokenizer), SampleText(some, tokenizer)
+    for count in range(1, len(ids) + 1):
+        shown = SampleText(grown(one, ids[count - 1 : count]), tokenizer).begin_at(count)
+        assert len(text_of_one.update()) == shown, count
+        if count % at_once == 0:
+            grown(some, ids[count - at_once : count])
+            assert text_of_some.update() == text_of_one.update(), count
