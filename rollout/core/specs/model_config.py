@@ -100,6 +100,9 @@ class ModelConfig:
         return self.moe.router.top_k if self.moe else 0
 
 
+_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}  # torch's other names
+
+
 def common_fields(
     raw: Mapping[str, Any], generation: Mapping[str, Any], *, states_extended_context: bool = False
 ) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def common_fields(
         "norm": NormSpec(eps=float(raw.get("rms_norm_eps", 1e-6))),
         "max_position_embeddings": _context_length(raw, states_extended_context),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "torch_dtype": str(raw.get("dtype") or "bfloat16"),
+        "torch_dtype": _DTYPES.get(dtype := str(raw.get("dtype") or "bfloat16"), dtype),
         "eos_token_ids": _eos_token_ids(raw, generation),
         "stored_format": stored_format_of(raw),
     }

@@ -295,6 +295,12 @@ def test_a_setting_with_two_values_is_refused_with_both_names(name: str, change:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("torch.float", "float32"), (None, "bfloat16")])
+def test_a_dtype_has_one_name(name: str | None, dtype: str) -> None:
+    """Torch has two for some, and a table of sizes has one."""
+    assert model_config_from_dict({**published_config("qwen3_moe"), "dtype": name}).torch_dtype == dtype
+
+
 def test_equal_values_in_two_places_are_one() -> None:
     twice = {"num_local_experts": 8, "torch_dtype": "bfloat16", "dtype": "torch.bfloat16", "head_dim": None}
     raw = published_config("qwen3_moe")
