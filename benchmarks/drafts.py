@@ -68,15 +68,16 @@ OF_RANDOM_WEIGHTS = {
 
 
 class Race(NamedTuple):
-    """The seconds of each engine, the tokens that each gave, and how many of them were drafted ones."""
+    """The seconds of each engine and the tokens that it gave in them; of all tokens, how many were drafted ones."""
 
     seconds: dict[str, float]
+    timed_tokens: dict[str, int]
     num_tokens: int
     num_kept: int
 
     def rate(self, side: str) -> float:
         """Return an engine's tokens a second."""
-        return self.num_tokens / self.seconds[side]
+        return self.timed_tokens[side] / self.seconds[side]
 
 
 class Pair:
@@ -102,7 +103,7 @@ class Pair:
         return [[rng.randrange(1, 1000), *ids] for _ in range(count)]
 
     def race(self, work: Work, prompts: list[list[int]], new_tokens: int) -> Race:
-        """Let each engine answer the requests, a few turns at a time.
+        """Let each engine answer the requests, a few turns at a time.  Steps until all have a token are not timed.
 
         Raises `AssertionError` if their answers differ.
         """
@@ -111,22 +112,32 @@ class Pair:
             [side.submit(ids, params=params | {"sampling_seed": 5 + n}) for n, ids in enumerate(prompts)]
             for side in self.sides.values()
         ]
+        begun = {}
+        for (name, side), own in zip(self.sides.items(), rids, strict=True):
+            running = side.scheduler.queues.running.reqs
+            while len(running) + len(ended := [rid for rid in own if side.results[rid].finished]) < len(own):
+                _turns(side, 1)
+                running = side.scheduler.queues.running.reqs
+            begun[name] = sum(len(req.output_ids) for req in running)
+            begun[name] += sum(len(side.results[rid].token_ids) for rid in ended)
         seconds = dict.fromkeys(self.sides, 0.0)
         names = list(self.sides)
         while any(side.scheduler.has_work or side.channel.inbox for side in self.sides.values()):
             for name in names:
-                seconds[name] += _turns(self.sides[name])
+                seconds[name] += _turns(self.sides[name], TURNS)
             names.reverse()
         off, on = ([side.results.pop(rid) for rid in own] for side, own in zip(self.sides.values(), rids, strict=True))
         assert [one.token_ids for one in on] == [one.token_ids for one in off]
         tallies = [one.finished.drafts for one in on if one.finished is not None and one.finished.drafts is not None]
-        return Race(seconds, sum(len(one.token_ids) for one in on), sum(tally.num_kept for tally in tallies))
+        num_tokens = sum(len(one.token_ids) for one in on)
+        timed = {name: num_tokens - begun[name] for name in names}
+        return Race(seconds, timed, num_tokens, sum(tally.num_kept for tally in tallies))
 
 
-def _turns(side: Harness) -> float:
+def _turns(side: Harness, count: int) -> float:
     """Return the seconds of the next turns of an engine, if it has work."""
     seconds = 0.0
-    for _ in range(TURNS):
+    for _ in range(count):
         if not (side.scheduler.has_work or side.channel.inbox):
             break
         start = time.perf_counter()
