@@ -312,10 +312,10 @@ def launches_of_draft(harness: Harness) -> int:
     runner.model._recorded = None  # type: ignore[attr-defined]
     forward = runner._forward
 
-    def seen(batch: ForwardBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+    def seen(batch: ForwardBatch, *given: Any) -> torch.Tensor:
         counted, replays = _Launches(), StandInGraphPool.num_replays
         with counted:
-            result = forward(batch, hidden_TD)
+            result = forward(batch, *given)
         if len(batch.decode.seq_lens) == 1:
             counts.append(counted.count + StandInGraphPool.num_replays - replays)
         return result
