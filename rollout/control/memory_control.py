@@ -22,7 +22,7 @@ from typing import Any
 
 from rollout.control.weight_queue import Job
 from rollout.core.console import say
-from rollout.core.errors import BadRequest, Conflict, UnsupportedFeature
+from rollout.core.errors import BadRequest, Conflict, LockstepError, UnsupportedFeature
 from rollout.core.messages.io_struct import (
     MemoryTag,
     ReleaseMemoryOccupationReqInput,
@@ -88,15 +88,19 @@ class MemoryControl:
                 self._held.release(GIVE_BACK_S)
                 self._keep_copies(also_weights=keeps)
 
+        def keep_none(_: str) -> None:
+            if "weights" in tags:
+                self._drop_copies()
+
         def step(_: None) -> tuple[str, ReleaseReply]:
             try:
                 self._require_idle()
-            except Conflict:  # a request came while the copy was being made
-                self._drop_copies()
+            except Conflict as error:  # a request came while the copy was being made
+                keep_none(str(error))
                 raise
             return self._discard(tags)
 
-        return Job(verb, io, step)
+        return Job(verb, io, step, roll_back=keep_none)
 
     def _discard(self, tags: list[MemoryTag]) -> tuple[str, ReleaseReply]:
         scheduler, saver = self._scheduler, self._require_saver()
@@ -119,23 +123,19 @@ class MemoryControl:
     def _resume(self, verb: ResumeMemoryOccupationReqInput) -> Job:
         self.notice_refresh()
         tags, saver = self._resumable(verb), self._require_saver()
-        restores = "weights" in tags and saver.has_copy("weights")
 
         def give_back(_: str) -> None:
             saver.discard(*_groups(self._released.intersection(tags)))
 
-        def io() -> None:
+        def io() -> bool:
             saver.provide(_groups(tags))
             try:
-                if restores:
-                    saver.restore("weights")
-                if "weights" in tags:
-                    self._restore_draft()
-            except KeptCopyError as error:
+                return "weights" in tags and self._restore()
+            except LockstepError as error:  # this rank's, or another one's
                 give_back(str(error))
                 raise
 
-        def step(_: None) -> tuple[str, ResumeReply]:
+        def step(restores: bool) -> tuple[str, ResumeReply]:
             if restores:
                 saver.drop_copy("weights")  # all ranks have their content
                 self._scheduler.serving.regain_content()
@@ -168,6 +168,21 @@ class MemoryControl:
         except KeptCopyError:
             self._drop_copies()
             raise
+
+    def _restore(self) -> bool:
+        """Put the kept weights back, and the draft's; return whether all ranks have a copy of the model's.
+
+        Else none puts it back: one that could not be read is gone, and the ranks serve one content.  Raises
+        `KeptCopyError`, and what an exchange raises.
+        """
+        saver = self._require_saver()
+        restores = all(self._updater.exchange(b"kept" if saver.has_copy("weights") else b""))
+        if restores:
+            saver.restore("weights")
+        else:
+            saver.drop_copy("weights")
+        self._restore_draft()
+        return restores
 
     def _restore_draft(self) -> None:
         """Put the kept weights of the draft back, unless a refresh has brought others.  Raises `KeptCopyError`."""
