@@ -49,7 +49,7 @@ class SampleText:
         return len(self._detokenizer.shown)
 
     def _feed(self, token_ids: Sequence[int]) -> None:
-        """Feed tokens so that what they show does not depend on how many came at once: the last ones one by one.
+        """Add tokens, the last ones one by one, so that the text does not depend on how many came at once.
 
         Bytes of a character and half of the next one, in one piece, are no character for some decoders.
         """

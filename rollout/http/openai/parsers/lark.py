@@ -15,7 +15,7 @@ _UNESCAPED_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _NOTES = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"})
 """Keywords of a schema that bind nothing.  In the schemas of tools they are most of the text, which has a limit."""
 _OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords that hold schemas by names, which may be those of notes."""
+"""Keywords whose values are schemas under names.  A name may be the word of a note."""
 _OF_DATA = frozenset({"const", "enum", "required", "dependentRequired"})
 _MAX_DEPTH = 64
 
