@@ -69,7 +69,8 @@ class Events:
                 raise ResponseFormatError(f"stream {output.rid} is incremental; the client reads cumulative ones")
             has_ended = output.finish_reason is not None
             known = self._num_tokens.get(output.index, -1)
-            if output.index in self._ended or (not has_ended and len(output.output_ids) <= known):
+            is_known = output.index in self._ended or (not has_ended and len(output.output_ids) <= known)
+            if is_known and self.rid is not None:  # of an earlier connection
                 continue
             self._num_tokens[output.index] = len(output.output_ids)
             self._ended |= {output.index} if has_ended else set()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ import msgspec
 
 from rollout.core.errors import BadRequest, Unavailable
 from rollout.core.grammar import Grammar
-from rollout.grammar.guard_process import BUSY, COSTLY, MAX_SECONDS, MAX_WAIT_S, SIZE, SLOW
+from rollout.grammar.guard_process import BUSY, COSTLY, MAX_SECONDS, MAX_WAIT_S, SIZE, SLOW, is_readable
 from rollout.grammar.vocabulary import GrammarVocabulary
 
 _START_SECONDS = 60.0  # until the process has read the vocabulary
@@ -131,8 +130,8 @@ def _read(stream: IO[bytes], count: int, deadline: float) -> bytes | None:
     """Return `count` bytes; None at the end of the stream or at the deadline."""
     descriptor, data = stream.fileno(), b""
     while len(data) < count:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        part = os.read(descriptor, count - len(data)) if ready else b""
+        is_ready = is_readable(descriptor, max(0.0, deadline - time.monotonic()))
+        part = os.read(descriptor, count - len(data)) if is_ready else b""
         if not part:
             return None
         data += part

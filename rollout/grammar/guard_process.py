@@ -70,7 +70,7 @@ def answer_to(builder: GrammarBuilder, grammar: Grammar) -> bytes:
         finally:
             os._exit(0)
     os.close(writer)
-    is_in_time = bool(select.select([reader], [], [], MAX_WAIT_S)[0])
+    is_in_time = is_readable(reader, MAX_WAIT_S)
     answer = os.read(reader, select.PIPE_BUF) if is_in_time else b""
     os.close(reader)
     os.kill(child, signal.SIGKILL)
@@ -80,6 +80,16 @@ def answer_to(builder: GrammarBuilder, grammar: Grammar) -> bytes:
     if is_in_time:
         return SLOW if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else COSTLY
     return SLOW if used.ru_utime + used.ru_stime >= ENOUGH_SECONDS else BUSY
+
+
+def is_readable(descriptor: int, seconds: float) -> bool:
+    """Wait until bytes or the end of the stream can be read.  Returns False after `seconds`.
+
+    `select.select` takes no descriptor above 1023, which a server with many connections has.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000.0 * seconds))
 
 
 def _end_with_parent() -> None:

@@ -26,7 +26,7 @@ from rollout.executor.model_runner import ModelRunner, StepRoutes
 from rollout.memory.cache_manager import CacheManager
 from rollout.model.adapters import slots_of_tokens
 from rollout.model.model_state import ServingEpoch
-from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
+from rollout.sampling.base import Sampler, ScoredTokens
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.drafting import Drafting
@@ -123,13 +123,24 @@ class StepRunner:
         elif verified is not None:
             batch.kind_everywhere = self.kind_of(plan)
         phase("build")
-        hidden_TD, routes, hidden = self._forward(plan, verified, batch)
+        hidden: Sequence[HiddenPart] = ()
+        if wanted := self._hidden.wanted(plan):
+            hidden_TD, routes, hidden = self._forward_keeping(wanted, plan, verified, batch)
+        else:
+            hidden_TD, routes = self._runner.forward(batch)
+        if self._drafting is not None and self._drafting.needs_hidden:
+            self._drafting.see(list(spans_of(plan, verified)), hidden_TD)
         observed = None
         if routes is not None and self._runner.observes_later:
             observed = Observed(batch, routes.rows_TLK, sum(item.count for item in extends))
         if plan.is_empty:  # another rank's tokens needed this one's experts
             return InFlight(epoch, self._num_ended, routes, observed=observed, is_idle=True)
-        tokens = None if extends or not decodes else self._replayed(decodes, verified)
+        rows = self._rows_of(decodes) if decodes and verified is None else None
+        tokens = None
+        if verified is not None and not extends:
+            tokens = self._runner.sample_replayed(verified.info, verified.positions)
+        elif rows is not None and not extends:
+            tokens = self._runner.sample_replayed(rows.info, decodes.output_counts)
         if tokens is None:
             logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends or verified else hidden_TD)
         phase("forward")
@@ -150,8 +161,7 @@ class StepRunner:
                 verified.restrict()
                 tokens = self._sampler.sample(logits_NV, verified.info, verified.positions)
             drafted = Verified(verified, slots, tokens)
-        elif decodes:
-            rows = self._rows_of(decodes)
+        elif rows is not None:
             if tokens is None:
                 if rows.info.restricted:
                     self._restrict(rows)
@@ -163,23 +173,14 @@ class StepRunner:
         parts = (completed, ending, sampled, scored, pooled, hidden, drafted, observed)
         return InFlight(epoch, self._num_ended, routes, *parts)
 
-    def _forward(
-        self, plan: StepPlan, verified: VerifiedRows | None, batch: ForwardBatch
+    def _forward_keeping(
+        self, wanted: frozenset[int], plan: StepPlan, verified: VerifiedRows | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, StepRoutes | None, Sequence[HiddenPart]]:
-        """Run the model.  Returns its hidden states, its routes, and the rows that requests want of the states."""
-        wanted = self._hidden.wanted(plan)
+        """Run the model.  Returns its hidden states, its routes, and the rows of `wanted` states that requests want."""
         kept = self._hidden.between(wanted)
         runner = self._runner
         hidden_TD, routes = runner.forward(batch) if kept is None else runner.forward_keeping(batch, kept)
-        if self._drafting is not None and self._drafting.needs_hidden:
-            self._drafting.see(list(spans_of(plan, verified)), hidden_TD)
-        return hidden_TD, routes, self._hidden.take(plan, verified, hidden_TD, kept) if wanted else ()
-
-    def _replayed(self, decodes: DecodeBatch, verified: VerifiedRows | None) -> SampledTokens | None:
-        """Sample the rows of a step without prompts, with their drafts, if its sampling was captured; else None."""
-        if verified is not None:
-            return self._runner.sample_replayed(verified.info, verified.positions)
-        return self._runner.sample_replayed(self._rows_of(decodes).info, decodes.output_counts)
+        return hidden_TD, routes, self._hidden.take(plan, verified, hidden_TD, kept)
 
     def _verified_rows(self, plan: StepPlan) -> VerifiedRows:
         device = self._cache.pool.newest_tokens.device
@@ -368,7 +369,8 @@ class StepRunner:
             self._drafting.note(step.verified.rows, counts)
             outgoing += news
             num_entered += sum(counts)
-        enter_hidden(step.hidden, step.epoch)
+        if step.hidden:
+            enter_hidden(step.hidden, step.epoch)
         if step.observed is not None:
             verified_rows = None if step.verified is None else step.verified.rows
             kept = step.observed.kept(verified_rows, counts, self._runner.state.model.parallel.attn_dp)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -315,6 +316,18 @@ def test_a_start_that_is_cut_fails_unless_the_compiler_closed_meanwhile(
         with pytest.raises(Unavailable, match="does not start"):
             starting.start()
     assert starting._guard._process is None
+
+
+def test_grammars_are_checked_beside_more_open_files_than_select_takes(compiler: GrammarCompiler) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        fresh = GrammarCompiler(lambda: compiler._builder._vocabulary)
+        stack.callback(fresh.close)
+        fresh.check(Grammar("regex", "many files"))
 
 
 class _Builder:
