@@ -20,9 +20,9 @@ from rollout.executor import captures, draft_graphs, graph_runner
 from rollout.executor.draft_graphs import DraftGraphs
 from rollout.executor.graph_runner import GraphRunner
 from rollout.executor.input_builder import as_decoding_rows
+from rollout.executor.model_runner import ModelRunner
 from rollout.scheduler.drafting import Drafting
 from rollout.scheduler.model_drafting import ModelDrafting
-from rollout.scheduler.step import StepRunner
 from tests.captured_ranks import captured_gloo, captured_ranks
 from tests.drafters import KnownDrafter
 from tests.family_zoo import family_checkpoint
@@ -162,14 +162,14 @@ def test_padding_of_a_verify_step_touches_nothing_of_anybody(folder: Path, graph
     (want,) = Harness(folder, **SMALL | EAGER).generate([[5, 9, 2]], {"max_new_tokens": 31})
     harness, replays = Harness(folder, **SMALL | TEXT), Replays(graphs)
     sampled: list[Any] = []
-    replayed = StepRunner._replayed
+    replayed = ModelRunner.sample_replayed
 
-    def noted(self: StepRunner, decodes: Any, verified: Any) -> Any:
-        tokens = replayed(self, decodes, verified)
-        sampled.append(verified is not None and tokens is not None)
+    def noted(self: ModelRunner, info: Any, positions_N: Any) -> Any:
+        tokens = replayed(self, info, positions_N)
+        sampled.append(len(positions_N) > 1 and tokens is not None)  # one request: the others are drafted
         return tokens
 
-    graphs.setattr(StepRunner, "_replayed", noted)
+    graphs.setattr(ModelRunner, "sample_replayed", noted)
     draft(harness.scheduler, [([5, 9, 2], want.token_ids)], "right")
     pool = harness.scheduler.runner.kv_pool
     for tensor in pool.tensors:
