@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from capture.errors import HiddenStatesError
-from capture.routed_experts import VersionSpan
+from capture.routed_experts import VersionSpan, add_spans
 
 _RAW: dict[str, np.dtype] = {
     "bfloat16": np.dtype("<u2"),
@@ -122,11 +122,7 @@ class HiddenStates:
                 raise HiddenStatesError("the hidden states come from different models or layers")
             if part.start != first.start + rows:
                 raise HiddenStatesError(f"hidden states start at token {part.start}, expected {first.start + rows}")
-            for version, begin, end in part.weight_versions:
-                if spans and spans[-1][0] == version and spans[-1][2] == begin + rows:
-                    spans[-1] = (version, spans[-1][1], end + rows)
-                else:
-                    spans.append((version, begin + rows, end + rows))
+            add_spans(spans, part.weight_versions, rows)
             rows += len(part)
         raw_TLD = np.concatenate([part.raw_TLD for part in parts])
         return HiddenStates(raw_TLD, first.dtype, first.layers, first.start, tuple(spans))

@@ -5,7 +5,7 @@ Shapes: T rows, L MoE layers, K top-k.  Row i belongs to the forward that consum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -169,6 +169,15 @@ class RoutedExperts:
         )
 
 
+def add_spans(spans: list[VersionSpan], more: Iterable[VersionSpan], rows: int) -> None:
+    """Append spans whose row 0 is row `rows` of `spans`.  One that goes on with the last version extends it."""
+    for version, begin, end in more:
+        if spans and spans[-1][0] == version and spans[-1][2] == begin + rows:
+            spans[-1] = (version, spans[-1][1], end + rows)
+        else:
+            spans.append((version, begin + rows, end + rows))
+
+
 def concat(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     """Join records of consecutive token ranges of one model to one record; adjoining spans of one version are merged.
 
@@ -189,11 +198,7 @@ def concat(parts: Sequence[RoutedExperts]) -> RoutedExperts:
             raise RouteValueError("the records come from different models")
         if part.start != first.start + rows:
             raise RouteValueError(f"a record starts at token {part.start}, expected {first.start + rows}")
-        for version, begin, end in part.weight_versions:
-            if spans and spans[-1][0] == version and spans[-1][2] == begin + rows:
-                spans[-1] = (version, spans[-1][1], end + rows)
-            else:
-                spans.append((version, begin + rows, end + rows))
+        add_spans(spans, part.weight_versions, rows)
         rows += len(part)
     ids_TLK = np.concatenate([part.logical_ids_TLK for part in parts])
     return RoutedExperts(
