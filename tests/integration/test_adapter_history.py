@@ -132,10 +132,11 @@ WITHIN_AN_EPOCH = ("submit",) * 4 + ("steps",) * 2 + ("adapter",) * 2
 def play(
     world: World, zoo: Contents, adapters: list[Content], seed: int, events: Sequence[str] = EVENTS
 ) -> dict[str, int]:
-    """Play a random history; return how often what happened."""
+    """Play a random history until each of `events` was drawn, for at least 30 turns; return how often what happened."""
     chance, counts = random.Random(seed), dict.fromkeys(("requests", "bases", "adapters", "both", "refused"), 0)
-    for _ in range(30):
-        what = chance.choice(events)
+    drawn: list[str] = []
+    while len(drawn) < 30 or set(drawn) != set(events):
+        drawn.append(what := chance.choice(events))
         if what == "submit":
             world.start(chance.choice(NAMES), chance.choice(PROMPTS), chance.randint(2, 10))
             counts["requests"] += 1
