@@ -223,22 +223,24 @@ class Sending:
         """Return whether the sending is over.  Waits only to leave a group that broke, and not for long."""
         if self.failures is not None:
             return True
+        is_under_way = not (self._group.has_ended or self._is_sent or self._broke is not None)
+        if is_under_way and all(work.is_completed() for work in self._works):
+            self._finish_broadcast()  # first: the engines may have answered, and nobody waits for more then
+        has_unanswered = bool(self.unanswered)  # before the refusals are read, so that none is overlooked
         now, refused = time.monotonic(), refusals_of(self._calls)
         if self._group.has_ended:
             self.failures = self._all(TransportError("the group ended with an earlier bucket"))
         elif self._broke is not None:
             # An engine's own reason is the better one, if it has one.
-            if to_blame(refused) or not self.unanswered or now > self._reason_deadline:
+            if to_blame(refused) or not has_unanswered or now > self._reason_deadline:
                 self._fail(self._all(self._broke) | refused, self._broke)
         elif self._is_sent:
-            if not self.unanswered:
+            if not has_unanswered:
                 self.failures = refused
             elif now > self._deadline + GRACE_S:
                 within = f"within {self._group.timeout_s:g} s"
                 silent = TransportError(f"the engine took a bucket, but did not answer {within}")
                 self._fail({name: silent for name, call in self._calls.items() if not call.done()} | refused)
-        elif all(work.is_completed() for work in self._works):
-            self._finish_broadcast()
         elif now > self._deadline:
             self._break(TransportError(f"the engine did not take a bucket within {self._group.timeout_s:g} s"))
         elif refused:

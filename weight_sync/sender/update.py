@@ -10,10 +10,8 @@ What one engine's failure means for the others: `weight_sync/joint_update.py`.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 import torch
@@ -202,14 +200,14 @@ class WeightUpdate(JointUpdate):
 def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool], check: Callable[[], None]) -> None:
     """Wait until it is so of all.  Looks at once when an engine answers, else less and less often: engines on this
     machine need its cores.  Raises what `check` raises, which is called before each look."""
+    has_answered = threading.Event()
+    for call in (call for one in everything for call in one.unanswered):
+        call.add_done_callback(lambda _: has_answered.set())
     poll_s = _POLL_S
     check()
-    while pending := [one for one in everything if not is_so(one)]:
-        unanswered = [call for one in pending for call in one.unanswered]
-        if unanswered:
-            wait(unanswered, timeout=poll_s, return_when=FIRST_COMPLETED)
-        else:
-            time.sleep(poll_s)
+    while [one for one in everything if not is_so(one)]:
+        has_answered.wait(poll_s)
+        has_answered.clear()
         poll_s = min(1.1 * poll_s, _MAX_POLL_S)
         check()
 
