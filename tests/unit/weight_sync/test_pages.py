@@ -166,6 +166,7 @@ def test_what_cannot_be_traded(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     elif kind == "several nodes":
         monkeypatch.setattr(pages, "_num_memory_nodes", lambda: 2)
     elif kind == "no moves":
+        monkeypatch.setattr(pages, "_pages_move", pages._pages_move.__wrapped__)  # as if it were asked first
         failing_moves(monkeypatch, lambda count: True)
     aside = new_area(live.numel(), at=live.data_ptr() + (64 if kind == "other offset" else 0))
     assert tradable_spans([(live, aside)]) == [[]]
@@ -179,9 +180,13 @@ def test_only_private_anonymous_memory_can_be_moved(monkeypatch: pytest.MonkeyPa
         "00005000-00006000 rw-p 00002000 08:01 1234  /tmp/a rw-p 0 0 0 name",
         "00006000-00007000 rw-p 00000000 00:00 0     [heap]",
         "7f00006000-7f00008000 rw-p 00000000 00:00 0     [anon:with a name]",
+        "7fff00006000-7fff00008000 rw-p 00000000 00:00 0     [stack]",
     ]
     monkeypatch.setattr(pages.Path, "read_bytes", lambda _: "\n".join(lines).encode() + b"\n")
-    assert pages._movable_mappings() == [range(0x1000, 0x3000), range(0x7F00006000, 0x7F00008000)]
+    assert pages._movable_mappings() == [
+        range(0x1000, 0x3000),
+        range(0x7F00006000, 0x7F00008000),
+    ]
 
 
 def test_there_is_one_memory_node_or_more() -> None:
