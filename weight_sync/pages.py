@@ -151,13 +151,13 @@ def _movable_mappings() -> list[range]:
 
 @functools.lru_cache(maxsize=4096)
 def _movable_mapping(line: bytes) -> range | None:
-    """Return the addresses of a mapping, by its line; None where its memory has a file, or is the heap or a stack.
+    """Return the addresses of a mapping, by its line; None where its memory has a file, or is a stack.
 
-    An engine has hundreds of mappings, and nearly all are as they were before.  To cut a line takes a
-    third of the time of a regular expression.
+    An engine has hundreds of mappings, and nearly all are as they were before.  Large parts of a model may lie in the
+    heap.  To cut a line takes a third of the time of a regular expression.
     """
     addresses, access, _, _, inode, *name = line.split(None, 5)
-    is_anonymous = inode == b"0" and (not name or name[0].startswith(b"[anon"))
+    is_anonymous = inode == b"0" and (not name or name == [b"[heap]"] or name[0].startswith(b"[anon"))
     if access != b"rw-p" or not is_anonymous:
         return None
     start, end = addresses.split(b"-")

@@ -5,6 +5,7 @@ Sizes are a few pages beyond what is worth a trade; edges lie inside pages.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -185,8 +186,56 @@ def test_only_private_anonymous_memory_can_be_moved(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pages.Path, "read_bytes", lambda _: "\n".join(lines).encode() + b"\n")
     assert pages._movable_mappings() == [
         range(0x1000, 0x3000),
+        range(0x6000, 0x7000),
         range(0x7F00006000, 0x7F00008000),
     ]
+
+
+def test_memory_of_the_heap_is_traded_and_the_heap_goes_on() -> None:
+    """Half of a model may lie there.  The allocator's own bytes stay where they are, and the heap grows and shrinks."""
+    libc, num_bytes = heap_functions(), MIN + 8 * PAGE
+    blocks = [libc.malloc(num_bytes) for _ in range(64)]
+    first, end = heap_of(pages.Path("/proc/self/maps").read_text())
+    within = [block for block in blocks if first <= block and block + num_bytes <= end]
+    assert within, "blocks of this size lie in the heap"
+    held = [torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(block), dtype=torch.uint8) for block in within]
+    shadows = [new_area(num_bytes, at=block) for block in within]
+    for number, (live, shadow) in enumerate(zip(held, shadows, strict=True)):
+        live.fill_(number)
+        shadow.fill_(128 + number)
+    spans = tradable_spans(list(zip(held, shadows, strict=True)))
+    assert all(sum(map(len, each)) >= MIN for each in spans)
+    trader = PageTrader(num_bytes)
+    for number, (live, shadow, each) in enumerate(zip(held, shadows, spans, strict=True)):
+        for at in each:
+            trader.trade(live[at.start : at.stop], shadow[at.start : at.stop])
+            assert bool((live[at.start : at.stop] == 128 + number).all())
+            assert bool((shadow[at.start : at.stop] == number).all())
+            rest = torch.cat([live[: at.start], live[at.stop :]])
+            assert bool((rest == number).all())
+    for block in blocks[::2]:
+        libc.free(block)
+    again = [libc.malloc(num_bytes) for _ in range(256)]
+    for block in (*blocks[1::2], *again):
+        ctypes.memset(block, 7, num_bytes)
+        libc.free(block)
+    libc.malloc_trim(0)
+    last = libc.malloc(num_bytes)
+    ctypes.memset(last, 9, num_bytes)
+    libc.free(last)
+
+
+def heap_functions() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_size_t, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_size_t]
+    return libc
+
+
+def heap_of(maps: str) -> tuple[int, int]:
+    """Return where the heap begins and ends; nowhere if there is none."""
+    lines = [line.split()[0].split("-") for line in maps.splitlines() if line.endswith("[heap]")]
+    return (int(lines[0][0], 16), int(lines[-1][1], 16)) if lines else (1, 0)
 
 
 def test_there_is_one_memory_node_or_more() -> None:
