@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
+_SHAPE = operator.attrgetter("shape")
 _ONE_THREAD = 32767
 """Elements that torch copies without a parallel region."""
 _SMALL = 1 << 20
@@ -45,13 +47,15 @@ def runs_of(metas: Iterable[TensorMeta], num_bytes: int) -> list[list[TensorMeta
 def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[TensorMeta]]:
     """Cut a bucket's tensors, in order, into pieces of at most `piece_bytes`; a larger tensor is a piece of its own.
 
-    Where tensors of another shape begin, a piece that is a quarter full ends: tensors of one shape are often parts of
-    one tensor, and then a piece lies in the sender's memory as it is sent.
+    A piece that is a quarter full ends where a run of tensors of one shape begins that fills a quarter, too: they are
+    often parts of one tensor, and then a piece lies in the sender's memory as it is sent.  Shorter runs go on in the
+    piece, as each piece costs either side as much as many small tensors.
     """
+    runs = [list(run) for _, run in itertools.groupby(metas, _SHAPE)]
+    long = {id(run[0]) for run in runs if 4 * sum(meta.nbytes for meta in run) >= piece_bytes}
 
     def is_over(piece: list[TensorMeta], filled: int, meta: TensorMeta) -> bool:
-        is_other = meta.shape != piece[-1].shape and piece_bytes - filled <= piece_bytes * 3 // 4
-        return is_other or filled + meta.nbytes > piece_bytes
+        return (id(meta) in long and 4 * filled >= piece_bytes) or filled + meta.nbytes > piece_bytes
 
     return _cut(metas, is_over)
 

@@ -113,17 +113,26 @@ def test_pieces_keep_the_order_and_the_limit(sizes: list[int]) -> None:
     assert all(len(piece) == 1 or sum(meta.nbytes for meta in piece) <= PIECE for piece in pieces)
     for one, other in itertools.pairwise(pieces):
         size = sum(meta.nbytes for meta in one)
-        is_other_shape = one[-1].shape != other[0].shape and 4 * size >= PIECE
-        assert size + other[0].nbytes > PIECE or is_other_shape
+        run = next(itertools.groupby(metas[metas.index(other[0]) :], lambda meta: meta.shape))[1]
+        is_long_run = one[-1].shape != other[0].shape and 4 * sum(meta.nbytes for meta in run) >= PIECE
+        assert size + other[0].nbytes > PIECE or (is_long_run and 4 * size >= PIECE)
 
 
-def test_a_piece_ends_where_tensors_of_another_shape_begin() -> None:
-    """A piece that has hardly begun goes on: small tensors stay together."""
+def test_a_piece_ends_where_a_long_run_of_another_shape_begins() -> None:
+    """A piece that has hardly begun goes on, and so does one before short runs: small tensors stay together."""
     wide, tall = (8, 2), (2, 8)
-    shapes = [(3,), (2,), wide, wide, tall, tall, tall, tall, tall, (1,)]
+    shapes = [(3,), (2,), wide, wide, tall, tall, tall, tall, tall, (1,), (5,), wide]
     metas = [TensorMeta(f"t{i}", torch.uint8, shape) for i, shape in enumerate(shapes)]
     found = [[meta.shape for meta in piece] for piece in cut_pieces(metas, 64)]
-    assert found == [[(3,), (2,), wide, wide], [tall] * 4, [tall], [(1,)]]
+    assert found == [[(3,), (2,), wide, wide], [tall] * 4, [tall, (1,), (5,)], [wide]]
+
+
+def test_layers_of_many_small_tensors_fill_their_pieces() -> None:
+    """A run of each layer fills an eighth of a piece, and ends none."""
+    shapes = [(8,), (3,)] * 16
+    metas = [TensorMeta(f"t{i}", torch.uint8, shape) for i, shape in enumerate(shapes)]
+    sizes = [sum(meta.nbytes for meta in piece) for piece in cut_pieces(metas, 64)]
+    assert len(sizes) == 3 and min(sizes[:-1]) > 64 - 8
 
 
 @pytest.mark.parametrize("mode", ["host", "device", "journal", "in_place"])
