@@ -98,6 +98,11 @@ class BucketPlan:
         return found, None if self.pairs is None else self.pairs.tables.take(source, storages, checks, writes)
 
     @functools.cached_property
+    def keys(self) -> list[int]:
+        """The addresses of the storages, which stay as long as the plan does."""
+        return [address_of(storage) for storage in self.storages]
+
+    @functools.cached_property
     def came_as(self) -> frozenset[str]:
         """The names under which whole tensors and weights come."""
         return frozenset(self.wire_names)
@@ -289,9 +294,8 @@ def _matrices(
     if offset % wire.dtype.itemsize:
         return None
     rows, columns = matrix_of(shape, lead)
-    whole = whole_box(shape)
     if wire.box is None and piece.index == () and not piece.transposed:
-        return [(whole, (offset, rows, columns, columns, 1, 0, rows, 0, columns))]
+        return [(whole_box(shape), (offset, rows, columns, columns, 1, 0, rows, 0, columns))]
     if 0 in wire.shape:
         return None
     found = []
@@ -357,8 +361,7 @@ class Planner:
         """Return the plan of a manifest.  Raises as `plan_manifest`."""
         if manifest.key is None:
             return plan_manifest(weights, self.table, manifest, cast)
-        key = (manifest.key, cast)
-        return self._manifests.get(key, lambda: plan_manifest(weights, self.table, manifest, cast))
+        return self._manifests.get((manifest.key, cast), lambda: plan_manifest(weights, self.table, manifest, cast))
 
     def homes(self, weights: LogicalWeights) -> Homes:
         """Return where tensors live now; plans for places that were left are forgotten."""

@@ -98,7 +98,7 @@ class ShadowStaging:
         return self._spans.is_able
 
     def write_spans(self, plan: BucketPlan, content: torch.Tensor, accept: Accept) -> None:
-        shadows = [self._shadow_of(storage) for storage in plan.storages]
+        shadows = list(map(self._shadow_of, plan.storages, plan.keys))
         live = [shadow.live for shadow in shadows] if any(shadow.is_folded for shadow in shadows) else None
         self._plans.append(plan)
         source, areas = self._spans.bring(content), [shadow.staged for shadow in shadows]
@@ -200,8 +200,9 @@ class ShadowStaging:
         """Return the same place in the shadow of its storage."""
         return place.rebind(_viewed_like(place.storage, self._shadow_of(place.storage).staged))
 
-    def _shadow_of(self, storage: torch.Tensor) -> _Shadow:
-        key = address_of(storage)
+    def _shadow_of(self, storage: torch.Tensor, key: int | None = None) -> _Shadow:
+        """Return the shadow of a storage, whose address is `key`; None: not known."""
+        key = address_of(storage) if key is None else key
         shadow = self._shadows.get(key)
         if shadow is None:
             known = self._memory.known_to((self._homes, self.mode))
