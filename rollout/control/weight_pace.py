@@ -63,7 +63,10 @@ class WeightPace:
     def __call__(self, seconds: float) -> None:
         now = self._now()
         gap_s, self._called_at = now.at - seconds - self._called_at, now.at
-        if gap_s > _MAX_WINDOW_S or not self._scheduler.has_work:
+        has_work = self._scheduler.has_work
+        if not has_work:
+            self._scheduler.rest_helpers()  # what brings the next part needs the cores
+        if gap_s > _MAX_WINDOW_S or not has_work:
             self._begin(now)
             return
         self._work_s += seconds

@@ -83,7 +83,7 @@ class Scheduler:
         self._stop = stop
         self._max_queued = max_queued_requests
         self._overlaps = overlaps and not steps.drafts  # a draft follows all tokens, and observers what is kept
-        self._rest = rest  # called if no step follows
+        self.rest_helpers = rest  # called if no step follows
         self._is_alone = parallel.attn_dp.size == 1  # no other data-parallel rank takes part in a step
         self._engine_busy = False  # whether any data-parallel rank had tokens in the last step
         self._nothing = StepPlan(DecodeBatch())
@@ -239,7 +239,7 @@ class Scheduler:
         stats.phase("process")
         if outgoing:
             if not self.has_work:
-                self._rest()  # first, so that the thread that sends the answer finds an idle core
+                self.rest_helpers()  # first, so that the thread that sends the answer finds an idle core
             self._emit(outgoing)
         stats.phase("messages")
         stats.end_step(num_sampled)

@@ -29,6 +29,7 @@ class Engine:
     before_s: float = 0.0  # what is known of steps before a refresh
     done: float = 0.0  # of the step that runs
     spent_s: float = 0.0
+    num_sleeps: int = 0  # of the threads that help operators
 
     def __post_init__(self) -> None:
         self.pace = WeightPace(SimpleNamespace(has_work=True, stats=self.stats), lambda: self.now, self.rest)  # type: ignore[arg-type]
@@ -52,6 +53,9 @@ class Engine:
         self.rested_s += seconds
         self.advance(max(seconds, 1e-6), 1.0)  # a clock never stands still
 
+    def rest_helpers(self) -> None:
+        self.num_sleeps += 1
+
     def refresh(self, parts: int = 300, part_s: float = 0.004, gap_s: float = 0.0) -> tuple[float, float]:
         """Take the parts; return the share of their speed that steps kept, and the time by that of the parts."""
         start, steps = self.now, self.stats.num_steps
@@ -62,6 +66,14 @@ class Engine:
             self.pace(part_s)
         elapsed = self.now - start
         return (self.stats.num_steps - steps) * self.step_s / elapsed, elapsed / (parts * part_s)
+
+
+@pytest.mark.parametrize("has_work", [True, False])
+def test_helpers_sleep_between_parts_unless_steps_run(has_work: bool) -> None:
+    """Without steps the transport needs the cores; a step has its helpers wait for the next operator."""
+    engine = Engine(1.0, has_work=has_work)
+    engine.refresh(parts=5)
+    assert engine.num_sleeps == (0 if has_work else 6)
 
 
 @pytest.mark.parametrize("step_s", [0.002, 0.01, 0.08])
