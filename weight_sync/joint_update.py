@@ -99,12 +99,16 @@ class JointUpdate:
         """Open a transaction on all engines.  Raises `EngineError`."""
         calls = {name: self._calls[name].call("begin_weight_update", **self._fields) for name in self._active}
         try:
+            self._while_begins(calls.values())
             failed = self._failed("begin_weight_update", calls)
             self._open.update(calls.keys() - failed.keys())
         finally:
             for name in calls.keys() - self._open:
                 self._abort_if_begun(name, calls[name])
         self._settle(failed)
+
+    def _while_begins(self, calls: Collection[Future[Any]]) -> None:
+        """Do what can be done before engines have answered these calls."""
 
     def _end(self) -> None:
         """Verify on all engines, then commit on all.  Raises `EngineError`."""

@@ -18,6 +18,7 @@ from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.json_lists import JsonList
 from weight_sync.process_group import GroupHandle
 from weight_sync.sender import EngineError, WeightSender
+from weight_sync.sender.rooms import Ahead
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,42 @@ def test_begin_options_reach_the_engine(engine: Engine, sender: WeightSender) ->
         progress=lambda done, total: seen.append(engine.call("status")["lease_s"]),
     )
     assert seen == [77.0]
+
+
+def test_the_first_bucket_is_packed_while_the_engine_begins(
+    engine: Engine, sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The begin waits for it, so a sender that packs after the answer is found out."""
+    packed, found = threading.Event(), list[bool]()
+    pack_one = Ahead.pack_one
+
+    def noted(self: Ahead) -> bool:
+        is_left = pack_one(self)
+        packed.set()
+        return is_left
+
+    def begin(arguments: dict[str, Any]) -> dict[str, Any]:
+        found.append(packed.wait(2.0))
+        return arguments
+
+    monkeypatch.setattr(Ahead, "pack_one", noted)
+    sender = WeightSender(Meddling(engine, "begin_weight_update", begin), timeout_s=TIMEOUT_S)
+    sender.connect(group_name=next(names))
+    seed = next(seeds)
+    sender.refresh(version(seed).items(), bucket_bytes=60)
+    assert found == [True]
+    assert engine.call("content") == content_of(seed)
+    sender.close()
+
+
+def test_a_refused_begin_after_packing_leaves_nothing(engine: Engine, sender: WeightSender) -> None:
+    before, sent = engine.call("content"), version(next(seeds))
+    with pytest.raises(EngineError, match="Refused"):
+        sender.refresh([*sent.items(), ("stranger", torch.zeros(3))])
+    assert engine.call("content") == before and not engine.call("status")["open"]
+    seed = next(seeds)
+    sender.refresh(version(seed).items())
+    assert engine.call("content") == content_of(seed)
 
 
 class TestModel(torch.nn.Module):

@@ -32,6 +32,7 @@ from weight_sync.sender.ranks import TrainerRanks, device_of_group
 from weight_sync.sender.refresh import Refresh
 from weight_sync.sender.refresh_plan import KeptPlans, RefreshPlan, Settings
 from weight_sync.sender.report import RefreshReport
+from weight_sync.sender.rooms import Ahead, Rooms
 from weight_sync.sender.source import Source
 from weight_sync.sender.statement import digest_of_refresh
 from weight_sync.sender.update import Progress, WeightUpdate
@@ -72,7 +73,7 @@ class WeightSender:
         self._policy = on_engine_failure
         self._trainer_group = trainer_group
         self._device = torch.device("cpu")
-        self._areas: list[torch.Tensor] = []
+        self._rooms = Rooms()
         self._plans = KeptPlans()
         self._place: MeetingPlace | None = None  # of the last `connect`
         self._sending = threading.RLock()  # held by a refresh and by `connect`
@@ -254,7 +255,7 @@ class WeightSender:
             for link in self._links.values():
                 failed |= {} if link.group is None else link.group.leave()
                 link.rejoins = False
-            self._areas.clear()
+            self._rooms.clear()
             self._plans.clear()
         if failed:
             raise EngineError(failed) from next(iter(failed.values()))
@@ -364,11 +365,15 @@ class WeightSender:
         self, update: WeightUpdate, gatherer: Gatherer, buckets: Sequence[WholeBucket | SharedBucket], parts: Parts
     ) -> None:
         try:
+            first = next(iter(buckets), None)
+            ahead: Ahead | None = None
+            if isinstance(first, WholeBucket):  # ranks gather theirs together, once engines have begun
+                ahead = Ahead(gatherer.gather(first, self._area(0, first.num_bytes)))
+                update.meanwhile = ahead.pack_one
             with update:
                 for position, bucket in enumerate(buckets):
-                    with parts.timed("pack"):
-                        flat = self._area(position, bucket.num_bytes)
-                        pieces = gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
+                    with parts.timed("pack"):  # the bucket before is on its way meanwhile
+                        pieces, ahead = ahead or gatherer.gather(bucket, self._area(position, bucket.num_bytes)), None
                     update.send_bucket(Bucket(bucket.lists, pieces, bucket.num_bytes))
         finally:
             for part, seconds in update.parts.items():
@@ -381,19 +386,14 @@ class WeightSender:
             with self._sending:
                 yield
         except BaseException:
-            self._areas.clear()
+            self._rooms.clear()
             raise
         if any(engine.error is not None for engine in refresh.engines.values()):
-            self._areas.clear()
+            self._rooms.clear()
 
     def _area(self, position: int, num_bytes: int) -> torch.Tensor:
-        """Return room for a bucket, uint8 [num_bytes]: two areas by turns, kept from refresh to refresh."""
-        turn = position % 2
-        while len(self._areas) <= turn:
-            self._areas.append(torch.empty(0, dtype=torch.uint8, device=self._device))
-        if self._areas[turn].numel() < num_bytes or self._areas[turn].device != self._device:
-            self._areas[turn] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._areas[turn][:num_bytes]
+        """Return room for a bucket, uint8 [num_bytes]."""
+        return self._rooms.take(position, num_bytes, self._device)
 
 
 def _nothing() -> None:

@@ -199,7 +199,7 @@ class ShardSender(WeightSender):
                     _jointly(ranks, lambda: send(position))  # noqa: B023
                 _jointly(ranks, update.flush)
         except BaseException:
-            self._areas.clear()  # a broadcast that was given up may still read them
+            self._rooms.clear()  # a broadcast that was given up may still read them
             raise
         parts.update(update.parts)
 

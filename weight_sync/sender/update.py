@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class WeightUpdate(JointUpdate):
         self.lost: dict[str, BaseException] = {}
         """Errors of the engines by which a shared group ended: all other engines of it join the next one again."""
         self._device = device
+        self.meanwhile: Callable[[], bool] | None = None
+        """Packs a part of the first bucket, while engines begin; returns whether there was one left."""
         self._num_bytes, self._progress = num_bytes, progress
         self._closing = closing or threading.Event()
         self._sending: deque[list[Sending]] = deque()  # by group; the oldest bucket first
@@ -118,6 +121,11 @@ class WeightUpdate(JointUpdate):
     def _begin(self) -> None:
         self._require_connected()
         super()._begin()
+
+    def _while_begins(self, calls: Collection[Future[Any]]) -> None:
+        with self.parts.timed("pack"):
+            while self.meanwhile is not None and not all(call.done() for call in calls) and self.meanwhile():
+                pass
 
     def _require_connected(self) -> None:
         failed: dict[str, BaseException] = {

@@ -1,4 +1,4 @@
-"""How a sender waits for a bucket on its way: what one look finds, and what wakes it."""
+"""A sender's wait for a bucket on its way: what one look finds, and what wakes it."""
 
 from __future__ import annotations
 
