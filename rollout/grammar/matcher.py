@@ -38,7 +38,7 @@ class Matcher:
     It depends on the grammar and its tokens alone.
     """
 
-    __slots__ = ("_inner", "_own_from", "_taken", "_vocab_words", "tables")
+    __slots__ = ("_inner", "_may_renew", "_own_from", "_taken", "_vocab_words", "tables")
 
     def __init__(
         self, inner: Any, vocab_words: int, tables: Tables, taken: Sequence[int] = (), own_from: int | None = None
@@ -49,10 +49,16 @@ class Matcher:
         """
         self._inner, self._vocab_words, self.tables = inner, vocab_words, tables
         self._taken, self._own_from = array("I", taken), own_from
+        self._may_renew = True
 
-    def copy(self) -> Matcher:
-        """Return a matcher in the same place, which goes on by itself."""
-        return Matcher(self._inner.deep_copy(), self._vocab_words, self.tables, self._taken, self._own_from)
+    def copy(self, *, may_renew: bool = True) -> Matcher:
+        """Return a matcher in the same place, which goes on by itself.
+
+        One that may not renew its tables fails where they are full: new ones take a compile.
+        """
+        other = Matcher(self._inner.deep_copy(), self._vocab_words, self.tables, self._taken, self._own_from)
+        other._may_renew = may_renew
+        return other
 
     def allowed(self, out_W: np.ndarray) -> None:
         """Write the tokens that may come next: bit i % 32 of word i // 32 int32.
@@ -105,6 +111,8 @@ class Matcher:
         if not is_full(self._inner):
             return False
         self.tables.is_full = True
+        if not self._may_renew:
+            return False
         count = len(self._taken)
         if self._own_from is not None and count - self._own_from < MIN_TOKENS_A_TABLE:
             return False

@@ -101,10 +101,14 @@ class Restriction:
             count += 1
         return count if self._matcher is None else self._matcher.num_fitting(token_ids[:count])
 
-    def copy(self) -> Restriction:
-        """Return a restriction in the same place, which goes on by itself."""
+    def copy(self, *, for_proposals: bool = False) -> Restriction:
+        """Return a restriction in the same place, which goes on by itself.
+
+        One for proposals, which other tokens may replace, does not compile its grammar again where tables are full: it
+        fails, and allows every token.  The request's own one may compile it in the same step.
+        """
         other = copy.copy(self)
-        other._matcher = None if self._matcher is None else self._matcher.copy()
+        other._matcher = None if self._matcher is None else self._matcher.copy(may_renew=not for_proposals)
         return other
 
     def go_to(self, place: Restriction) -> None:

@@ -230,4 +230,4 @@ def _place_of(req: Req) -> Restriction | None:
     if req.restriction is None:
         return None
     req.restriction.follow(req.output_ids)
-    return req.restriction.copy()
+    return req.restriction.copy(for_proposals=True)

@@ -115,3 +115,31 @@ def test_a_long_text_fills_several_tables_and_has_the_masks_of_one_with_room(
     matcher.allowed(mask)
     with_room.allowed(expected)
     assert (mask == expected).all() and not matcher.error
+
+
+@pytest.mark.parametrize("for_proposals", [True, False], ids=["proposals", "wrong variant"])
+def test_tokens_that_are_proposed_do_not_compile_a_grammar_again(
+    backend: Tokenizer, letters: list[int], monkeypatch: pytest.MonkeyPatch, for_proposals: bool
+) -> None:
+    """In one step proposals follow a copy, and the request its own restriction, with tables that others filled."""
+    monkeypatch.setitem(library._LIMITS, "max_lexer_states", 1000)
+    compiler, draw, begun = new_compiler(backend), random.Random(0), list[int]()
+    own = restriction_of(compiler)
+    own.feed([letters[0]])
+    filling = restriction_of(compiler)
+    tables = filling._matcher.tables
+    begin = tables.begin
+    tables.begin = lambda: begun.append(1) or begin()
+    while not begun:
+        allowed_ids(filling)
+        filling.feed([draw.choice(letters)])
+    begun.clear()
+    proposed = own.copy(for_proposals=for_proposals)
+    for letter in letters * 3:
+        allowed_ids(proposed)
+        proposed.feed([letter])
+    assert (proposed.failure is not None) == for_proposals, "the tables that the copy shares are full"
+    for letter in letters * 3:
+        assert set(letters) <= set(allowed_ids(own))
+        own.feed([letter])
+    assert own.failure is None and len(begun) == (1 if for_proposals else 2)
