@@ -8,9 +8,10 @@ from typing import Any
 
 from rollout.core.errors import BadRequest
 from rollout.core.grammar import MAX_CHOICES, Grammar
+from rollout.grammar.embedded_schemas import exact_grammar
 from rollout.grammar.library import one_line
+from rollout.grammar.schema import MAX_JSON_DEPTH, exact_schema
 
-MAX_JSON_DEPTH = 64
 MAX_JSON_VALUES = 20_000
 _ANY_OBJECT = '{"type": "object"}'
 _TAG_FORMS = "structural_tag: give 'structures' and 'triggers', or a 'format' of the type triggered_tags"
@@ -31,26 +32,27 @@ def library_source(library: Any, grammar: Grammar, special_tokens: Collection[st
         return _of_ebnf(library, text)
     value = _parsed(kind, text)
     if kind == "json_schema":
-        return _of_schema(library, text, value)
+        return _of_schema(library, value)
     if kind == "choice":
         return _of_choices(library, value)
     return _of_tags(library, value, special_tokens)
 
 
-def _of_schema(library: Any, text: str, schema: Any) -> str:
+def _of_schema(library: Any, schema: Any) -> str:
     if not isinstance(schema, dict | bool):
         raise BadRequest("json_schema must be an object, or true")
     try:
-        return str(library.LLMatcher.grammar_from_json_schema(text))
+        return str(library.LLMatcher.grammar_from_json_schema(json.dumps(exact_schema(schema))))
     except ValueError as error:
         raise BadRequest(f"json_schema: {one_line(str(error))}") from None
 
 
 def _of_ebnf(library: Any, text: str) -> str:
     try:
-        return str(library.grammar_from("ebnf", text))
+        lark = str(library.grammar_from("ebnf", text))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"ebnf: {one_line(str(error))}") from None
+    return exact_grammar(lark)
 
 
 def _of_choices(library: Any, choices: Any) -> str:
@@ -106,7 +108,7 @@ def _json_content(content: Any) -> Any:
 def _schema(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest("structural_tag: the schema of a tag must be an object")
-    return value
+    return dict(exact_schema(value))
 
 
 def _text(value: Any) -> str:
