@@ -35,14 +35,18 @@ Place = tuple[Matcher, str]
 
 
 def _texts_of(value: Any) -> list[str]:
-    """Return texts of a plain JSON value, neither an array nor an object: numbers without and with an exponent."""
+    """Return texts of a plain JSON value, neither an array nor an object.
+
+    Numbers are without and with an exponent, and with more digits than they need.
+    """
     if isinstance(value, str):
         plain = json.dumps(value, ensure_ascii=False)
         return [plain, plain.replace("\x7f", "\\u007f")]
     texts = [json.dumps(value)]
     if isinstance(value, int | float) and not isinstance(value, bool):
         exact = decimal.Decimal(repr(value))
-        texts += [f"{exact:f}", *([f"{int(exact)}"] if exact == int(exact) else [])]
+        plain = f"{int(exact)}" if exact == int(exact) else f"{exact:f}".rstrip("0")
+        texts += [plain, f"{plain}0" if "." in plain else f"{plain}.0", *(["-0", "-0.0"] if not value else [])]
     return list(dict.fromkeys(texts))
 
 

@@ -7,6 +7,7 @@ for that, and some refused; what the library refuses by itself is left to it.
 * It reads numbers as floating point, and the bounds of integers in 64 bits.  Numbers that change by that are refused.
 * It does not know that the key `"\\u0061"` is `"a"`.  Where that matters, texts have no escapes of that form: control
   characters cannot be written then, but for those with a short escape.
+* It takes in an exclusive bound that is a whole number where the other bound is less than one away.  Refused.
 * It does not see that a key comes twice.  So a count of keys without names is refused.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -95,6 +96,10 @@ def _check(schema: Mapping[str, Any]) -> None:
             _check_numbers(key, schema[key], 0)
     for key in _OF_DATA & schema.keys():
         _check_numbers(key, schema[key], 0)
+    if schema.get("type") != "integer" and _loses_bound(schema):
+        raise BadRequest(
+            "json_schema: a mask would let in an exclusive bound that is whole, and less than one away from the other"
+        )
     least = schema.get("minProperties")
     if isinstance(least, int | float) and least > 1 + len(_names(schema)):
         raise BadRequest(
@@ -124,6 +129,35 @@ def _is_kept(number: int | float, is_exclusive: bool) -> bool:
     return int(number) == int(float(number)) == int(Decimal(repr(float(number))))
 
 
+def _loses_bound(schema: Mapping[str, Any]) -> bool:
+    """Return whether numbers between the bounds of a schema and of its `allOf` would have an exclusive bound too."""
+    arms = schema.get("allOf")
+    parts = [schema, *(each for each in arms if isinstance(each, dict))] if isinstance(arms, list) else [schema]
+    above, above_or_at = _ends(parts, "minimum", "exclusiveMinimum")
+    below, below_or_at = _ends(parts, "maximum", "exclusiveMaximum")
+    return _is_next(above, below + below_or_at) or _is_next(
+        [-end for end in below], [-end for end in above + above_or_at]
+    )
+
+
+def _is_next(ends: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether one of `others` is behind a whole one of `ends`, and before the next whole number."""
+    wholes = {end for end in ends if end >= 0 and end % 1 == 0}
+    return any(other % 1 != 0 and other // 1 in wholes for other in others)
+
+
+def _ends(schemas: Sequence[Mapping[str, Any]], plain: str, exclusive: str) -> tuple[list[float], list[float]]:
+    """Return the exclusive bounds at one end, and the others.  In draft 4 the keyword is a switch."""
+    inclusive: list[Any] = [each.get(plain) for each in schemas]
+    outer: list[Any] = [each.get(exclusive) for each in schemas]
+    outer = [end if switch is True else switch for end, switch in zip(inclusive, outer, strict=True)]
+    return [end for end in outer if _is_number(end)], [end for end in inclusive if _is_number(end)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _names(schema: Mapping[str, Any]) -> set[str]:
     """Return the keys that a schema names: a key of `properties` need not be in the object."""
     required, properties = schema.get("required"), schema.get("properties")
@@ -136,7 +170,8 @@ def _confuses_names(schema: Any) -> bool:
     if isinstance(schema, dict):
         named, patterns = schema.get("properties"), schema.get("patternProperties")
         is_open = schema.get("additionalProperties", True) is not False
-        if (named and patterns) or (is_open and (named or patterns or "minProperties" in schema)):
+        is_counted = schema.get("minProperties", 0) not in (0, 1)
+        if (named and patterns) or (is_open and (named or patterns or is_counted)):
             return True
     return any(map(_confuses_names, _inside(schema)))
 
