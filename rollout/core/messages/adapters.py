@@ -6,7 +6,7 @@ from typing import Any
 
 from rollout.core.messages.message import ControlReqInput, Endpoint, Message, Name, Reply, Size
 from rollout.core.messages.req_output import AdapterCard
-from rollout.core.messages.tensor_lists import Lists, decode_lists
+from rollout.core.messages.tensor_lists import WithLists
 from rollout.core.messages.weights import DEFAULT_GROUP
 
 _UPSERT = {"upsert": (bool, False)}
@@ -76,7 +76,7 @@ class LoadLoraAdapterFromTensorsReqInput(ControlReqInput[AdapterReply]):
     expected_checksums: dict[str, str] | None = None
 
 
-class LoadLoraAdapterFromDistributedReqInput(ControlReqInput[AdapterReply]):
+class LoadLoraAdapterFromDistributedReqInput(WithLists, ControlReqInput[AdapterReply]):
     """Load an adapter whose tensors come by broadcast from rank 0 of the group, one after the other, as miles sends it.
 
     `config_dict`: the content of `adapter_config.json`.  `tensor_lists`: the JSON object of the lists as it came, which
@@ -102,12 +102,6 @@ class LoadLoraAdapterFromDistributedReqInput(ControlReqInput[AdapterReply]):
     load_inplace: bool = True
     tensor_lists: bytes | None = None
     lists_digest: bytes | None = None
-
-    def lists(self) -> Lists:
-        """Return the names, dtypes and shapes.  JSON is decoded at each call."""
-        if self.tensor_lists is not None:
-            return decode_lists(self.tensor_lists)
-        return Lists(self.names, self.dtypes, self.shapes)
 
 
 class UnloadReply(Reply, kw_only=True):

@@ -108,3 +108,31 @@ def pieces_of(data: Json, kind: Any) -> Iterator[list[Any]]:
     for start in range(0, len(elements), PIECE):
         piece = b",".join(elements[start : start + PIECE])  # a `msgspec.Raw` has a buffer
         yield msgspec.json.decode(b"[%b]" % piece, type=kind)
+
+
+class WithLists:
+    """Mixin of verbs with lists of tensors.  The lists are empty where `tensor_lists` has them, as the JSON that came.
+
+    `lists_digest`: of that JSON.  `boxes` None: the verb takes none.
+    """
+
+    __slots__ = ()
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Size]]
+    boxes: Boxes | None = None
+    tensor_lists: bytes | None
+    lists_digest: bytes | None
+
+    def lists(self) -> Lists:
+        """Return the names, dtypes, shapes and boxes.  JSON is decoded at each call."""
+        if self.tensor_lists is not None:
+            return decode_lists(self.tensor_lists)
+        return Lists(self.names, self.dtypes, self.shapes, self.boxes)
+
+    def digest(self) -> bytes:
+        """Return what stands for these lists: calls of one digest have equal lists."""
+        if self.lists_digest is not None:
+            return self.lists_digest
+        return digest_of(self.tensor_lists or encode_lists(*self.lists()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.core.messages.message import ControlReqInput, Endpoint, Reply, Size
-from rollout.core.messages.tensor_lists import Lists, decode_lists
+from rollout.core.messages.tensor_lists import WithLists
 
 
 class WeightPartsReply(Reply, kw_only=True):
@@ -17,7 +17,7 @@ class WeightPartsReply(Reply, kw_only=True):
     tensors: list[int]
 
 
-class WeightPartsReqInput(ControlReqInput[WeightPartsReply]):
+class WeightPartsReqInput(WithLists, ControlReqInput[WeightPartsReply]):
     """The parts of these tensors that each rank keeps now: what a sender is to send it.
 
     The answer holds as long as the expert map has this `placement_epoch`.
@@ -30,9 +30,3 @@ class WeightPartsReqInput(ControlReqInput[WeightPartsReply]):
     shapes: list[list[Size]]
     tensor_lists: bytes | None = None
     lists_digest: bytes | None = None
-
-    def lists(self) -> Lists:
-        """Return the names, dtypes and shapes.  JSON is decoded at each call."""
-        if self.tensor_lists is not None:
-            return decode_lists(self.tensor_lists)
-        return Lists(self.names, self.dtypes, self.shapes)

@@ -25,6 +25,7 @@ from rollout.core.messages.tensor_lists import (
     Lists,
     ManifestEntry,
     ManifestLists,
+    WithLists,
     decode_lists,
     digest_of,
     encode_lists,
@@ -209,7 +210,7 @@ class BringsTensorsReqInput(UpdateWeightsReqInput[AnyReply], kw_only=True):
     cast: bool | None = None
 
 
-class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
+class UpdateWeightsFromDistributedReqInput(WithLists, BringsTensorsReqInput[BucketReply], kw_only=True):
     """Receive tensors by broadcast from rank 0 of the group.
 
     `boxes`: of each tensor null, or the part of it that comes, dense: its [start, stop] in each dimension of `shapes`,
@@ -239,18 +240,6 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
     tensors_per_rank: list[Size] | None = None
     tensor_lists: bytes | None = None
     lists_digest: bytes | None = None
-
-    def lists(self) -> Lists:
-        """Return the names, dtypes, shapes and boxes.  JSON is decoded at each call."""
-        if self.tensor_lists is not None:
-            return decode_lists(self.tensor_lists)
-        return Lists(self.names, self.dtypes, self.shapes, self.boxes)
-
-    def digest(self) -> bytes:
-        """Return what stands for these lists: calls of one digest have equal lists."""
-        if self.lists_digest is not None:
-            return self.lists_digest
-        return digest_of(self.tensor_lists or encode_lists(*self.lists()))
 
 
 class RefusedBucketReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):
