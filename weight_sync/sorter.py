@@ -21,6 +21,13 @@ from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta
 
 Owner = Callable[[TensorMeta], int]
 """Returns the number of the target that a tensor is of.  Raises `WeightRequestError` where that is not clear."""
+
+
+def as_sent(meta: TensorMeta) -> TensorMeta:
+    """Return the tensor itself: its target knows it by the name that was sent."""
+    return meta
+
+
 Bucket = Iterable[tuple[str, torch.Tensor]] | PackedBucket | ProvenPart
 KnownParts = weakref.WeakKeyDictionary[BucketLayout, tuple[Hashable, list[BucketLayout]]]
 """The layouts of the parts of a layout, by target, and the rule by which it was sorted.
@@ -32,18 +39,22 @@ _WHOLE = BucketLayout((), (), 0)
 
 @dataclass(frozen=True)
 class Sorter:
-    """`count`: of the targets.  `rule`: equal for sorters whose `owner` is.  `known`: layouts that were sorted."""
+    """`count`: of the targets.  `rule`: equal for sorters whose `owner` is.  `known`: layouts that were sorted.
+
+    `named`: gives a tensor the name by which its target knows it.
+    """
 
     count: int
     owner: Owner
     rule: Hashable
     known: KnownParts
+    named: Callable[[TensorMeta], TensorMeta] = as_sent
 
     def metas(self, metas: Sequence[TensorMeta]) -> list[list[TensorMeta]]:
         """Return tensors by target.  Raises as `owner`."""
         found: list[list[TensorMeta]] = [[] for _ in range(self.count)]
         for meta in metas:
-            found[self.owner(meta)].append(meta)
+            found[self.owner(meta)].append(self.named(meta))
         return found
 
     def manifests(self, manifest: Manifest) -> list[Manifest]:
@@ -58,7 +69,7 @@ class Sorter:
             return values[places], is_stated[places]
 
         key = None if manifest.key is None else (manifest.key, self.rule, number)
-        return Manifest(lambda: [metas[place] for place in places], fingerprints, key)
+        return Manifest(lambda: [self.named(metas[place]) for place in places], fingerprints, key)
 
     def layouts(self, layouts: Sequence[BucketLayout]) -> list[list[BucketLayout]]:
         """Return the layouts of each target's parts of some buckets.  Raises as `owner`."""
@@ -74,21 +85,24 @@ class Sorter:
             return [PackedBucket(part, bucket.content) if part.metas else None for part in parts]
         named: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(self.count)]
         for name, tensor in bucket:
-            named[self.owner(TensorMeta(name, tensor.dtype, tuple(tensor.shape)))].append((name, tensor))
+            meta = TensorMeta(name, tensor.dtype, tuple(tensor.shape))
+            named[self.owner(meta)].append((self.named(meta).name, tensor))
         return [part or None for part in named]
 
     def _layouts_of(self, layout: BucketLayout) -> list[BucketLayout]:
         rule, parts = self.known.get(layout, (None, []))
         if not parts or rule != self.rule:
             owners = [self.owner(meta) for meta in layout.metas]
-            parts = [_part_of(layout, owners, number) for number in range(self.count)]
+            parts = [self._part_of(layout, owners, number) for number in range(self.count)]
             self.known[layout] = self.rule, parts
         return [layout if part is _WHOLE else part for part in parts]
 
-
-def _part_of(layout: BucketLayout, owners: Sequence[int], number: int) -> BucketLayout:
-    places = [place for place, owner in enumerate(owners) if owner == number]
-    if places and len(places) == len(owners):
-        return _WHOLE
-    metas, offsets = [layout.metas[place] for place in places], [layout.offsets[place] for place in places]
-    return BucketLayout(metas, offsets, layout.num_bytes)
+    def _part_of(self, layout: BucketLayout, owners: Sequence[int], number: int) -> BucketLayout:
+        places = [place for place, owner in enumerate(owners) if owner == number]
+        metas, offsets = (
+            [self.named(layout.metas[place]) for place in places],
+            [layout.offsets[place] for place in places],
+        )
+        if places and metas == list(layout.metas):
+            return _WHOLE
+        return BucketLayout(metas, offsets, layout.num_bytes)

@@ -70,6 +70,7 @@ class WeightUpdate:
     All targets are committed, or none.  `sorter`: knows whose tensors come; None where there is one target.
     `id` None: it has no name.  `is_bound`: every call must carry the id.  `is_implicit`: it was opened for a client
     that sends no begin and no end, after `pause` pauses.  `prepared_s`, `receiving_s`: see `EndedUpdate`.
+    `takes_first`: tensors of the first target come; False: it stays as it is, and only the label may change.
     `counts_tensors`: it was not announced as a part of the tensors, so if not all came, its label states how many.
     """
 
@@ -82,6 +83,7 @@ class WeightUpdate:
     pause: int = 0
     prepared_s: float | None = None
     counts_tensors: bool = False
+    takes_first: bool = True
     beside: Sequence[Beside] = ()
     sorter: Sorter | None = None
     receiving_s: float = field(default=0.0, init=False)
@@ -94,6 +96,11 @@ class WeightUpdate:
     def parts(self) -> Sequence[tuple[UpdateTarget, WeightTransaction]]:
         """The targets, each with its own tensors."""
         return [(self.target, self.transaction), *((each.target, each.transaction) for each in self.beside)]
+
+    @property
+    def is_apart(self) -> bool:
+        """True if none of its tensors is written where steps read."""
+        return self.target.apart is not None or not self.takes_first
 
     @property
     def transactions(self) -> list[WeightTransaction]:
@@ -289,11 +296,13 @@ class WeightUpdate:
     @property
     def num_missing(self) -> int:
         """The number of tensors that were announced (without a manifest: all of the target's) and have not come."""
-        return self.transaction.num_missing + sum(it.transaction.num_missing for it in self.beside if not it.may_lack)
+        of_first = self.transaction.num_missing if self.takes_first else 0
+        return of_first + sum(it.transaction.num_missing for it in self.beside if not it.may_lack)
 
     @property
     def target_names(self) -> str:
-        return ", ".join(target.name for target in self.targets)
+        coming = self.targets if self.takes_first else self.targets[1:]
+        return ", ".join(target.name for target in coming)
 
     def status(self) -> dict[str, Any]:
         """Return counts, and the first names."""
@@ -301,6 +310,8 @@ class WeightUpdate:
         identity = {"update_id": self.id, "bound": self.is_bound, "implicit": self.is_implicit}
         identity["target"] = self.target_names
         found = self.transaction.status()
+        if not self.takes_first:
+            found |= {"missing": 0, "missing_names": []}
         others = [each.transaction.status() for each in self.beside if not each.may_lack]
         for other, field_name in itertools.product(others, COUNTED_FIELDS):
             found[field_name] += other[field_name]

@@ -172,11 +172,10 @@ class WeightUpdater:
             self._note_failure(update, update.transaction.failure)
             raise
 
-    def verify(self, update_id: str | None = None) -> None:
+    def verify(self, update_id: str | None = None, check: Callable[[WeightUpdate], None] = lambda _: None) -> None:
         """Check the open update here and on all ranks; it can be committed afterwards.
 
-        Raises `CoverageError`, `ContentError`, `TransactionStateError`; the update is dropped then, and the next
-        `begin` is free.
+        Raises `CoverageError`, `ContentError`, `TransactionStateError`, and as `check`; the update is dropped then.
         """
         update = self.admit(update_id, "verify")
         if update.transaction.state is TransactionState.VERIFIED:
@@ -184,6 +183,7 @@ class WeightUpdater:
         failure: Exception | None = None
         try:
             update.verify(self.exchange)
+            check(update)
         except Exception as error:
             failure = error
         try:
@@ -289,7 +289,7 @@ class WeightUpdater:
     @property
     def holds_steps(self) -> bool:
         """True if receiving writes into the model, so that no step may run from the first bucket to the end."""
-        is_apart = self.update is not None and self.update.target.apart is not None
+        is_apart = self.update is not None and self.update.is_apart
         return not is_apart and self._staging in HOLDING_MODES
 
     @property

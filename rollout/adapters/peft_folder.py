@@ -155,27 +155,36 @@ class SentTensors:
             module, side = _place_in(self._pairs, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
             copied = self._pairs[module][side] = tensor.to("cpu", copy=True)
             if self._stated is not None:
-                self._found[name] = hashlib.sha256(
-                    copied.contiguous().flatten().view(torch.uint8).numpy().data
-                ).hexdigest()
+                self._found[name] = sha256_of(copied)
 
     def adapter(self, config: LoraConfig) -> Adapter:
         """Return the adapter that they make up.  Raises `AdapterError` as `read_adapter`, and for other checksums."""
         if not self._pairs:
             raise AdapterError("the adapter has no tensors")
-        self._require_checksums()
+        if self._stated is not None:
+            require_checksums("expected_checksums", self._stated, self._found)
         return adapter_of(self._pairs, config)
 
-    def _require_checksums(self) -> None:
-        stated = self._found if self._stated is None else {name: each.lower() for name, each in self._stated.items()}
-        if self._found == stated:
-            return
-        missing, extra = stated.keys() - self._found.keys(), self._found.keys() - stated.keys()
-        other = {name for name in stated.keys() & self._found.keys() if stated[name] != self._found[name]}
-        raise AdapterError(
-            f"expected_checksums: {len(other)} of {len(stated)} tensors have other bytes, {len(missing)} did not come, "
-            f"{len(extra)} came without one: {shown(', '.join(sorted(other | missing | extra)[:3]))}"
-        )
+
+def sha256_of(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of the bytes of a tensor on the host, in hex."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def require_checksums(what: str, stated: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Raise `AdapterError` unless the tensors that came are the ones for which a sender states checksums, by name.
+
+    `what`: the field that has them.
+    """
+    stated = {name: each.lower() for name, each in stated.items()}
+    if found == stated:
+        return
+    missing, extra = stated.keys() - found.keys(), found.keys() - stated.keys()
+    other = {name for name in stated.keys() & found.keys() if stated[name] != found[name]}
+    raise AdapterError(
+        f"{what}: {len(other)} of {len(stated)} tensors have other bytes, {len(missing)} did not come, "
+        f"{len(extra)} came without one: {shown(', '.join(sorted(other | missing | extra)[:3]))}"
+    )
 
 
 def _place_in(pairs: dict[str, dict[str, torch.Tensor]], meta: TensorMeta) -> tuple[str, str]:
@@ -191,16 +200,21 @@ def side_of(meta: TensorMeta) -> tuple[str, str]:
     for part, reason in _REFUSED_NAMES.items():
         if part in meta.name:
             raise AdapterError(f"{shown(meta.name)}: {reason}")
-    match = _NAME.fullmatch(meta.name)
-    if match is None or len(meta.name) > _MAX_NAME_CHARS:
-        raise AdapterError(f"'{shown(meta.name)}' is not the name of a tensor of a LoRA adapter")
-    module = _WRAPPERS.sub("", match["module"])
+    module, side = place_of(meta.name)
     name, is_float = meta.name[:200], meta.dtype in _DTYPES
     if is_stack(module) and not (is_float and len(meta.shape) == 3):
         raise AdapterError(f"{name} must be floats of three dimensions, got {meta.dtype} {list(meta.shape)}")
     if not is_stack(module) and not (is_float and len(meta.shape) == 2):
         raise AdapterError(f"{name} must be a matrix of floats, got {meta.dtype} {list(meta.shape)}")
-    return module, match["side"]
+    return module, side
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """Return the module and the side, "A" or "B", of a tensor with this name.  Raises `AdapterError`."""
+    match = _NAME.fullmatch(name)
+    if match is None or len(name) > _MAX_NAME_CHARS:
+        raise AdapterError(f"'{shown(name)}' is not the name of a tensor of a LoRA adapter")
+    return _WRAPPERS.sub("", match["module"]), match["side"]
 
 
 def adapter_of(pairs: Mapping[str, Mapping[str, torch.Tensor]], config: LoraConfig) -> Adapter:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout.adapters.config import LoraConfig
 from rollout.adapters.peft_folder import Adapter, SentTensors, mark_of, read_adapter
+from rollout.control.registered_adapters import RegisteredAdapters
 from rollout.control.weight_queue import Job, nothing, replies
 from rollout.core.args.named_folders import NamedFolders
 from rollout.core.errors import AdapterError, NotFound
@@ -36,8 +37,10 @@ class AdapterControl:
     A rank that cannot read or convert the adapter has failed for all, before any table is changed.
     """
 
-    def __init__(self, table: AdapterTable, folders: NamedFolders, updater: WeightUpdater) -> None:
-        self._table, self._folders, self._updater = table, folders, updater
+    def __init__(
+        self, table: AdapterTable, folders: NamedFolders, updater: WeightUpdater, registered: RegisteredAdapters
+    ) -> None:
+        self._table, self._folders, self._updater, self._registered = table, folders, updater, registered
 
     @property
     def jobs(self) -> dict[type, Callable[[Any], Job]]:
@@ -141,9 +144,13 @@ class AdapterControl:
         return Job(verb, io, step, waits=waits)
 
     def _unload(self, verb: UnloadLoraAdapterReqInput) -> Job:
+        self._registered.require_not_coming(verb.lora_name)
+
         def step(_: Any) -> tuple[str, UnloadReply]:
             known = list(self._table.sources)
-            if not self._table.unload(verb.lora_name, retire=verb.retire) and not verb.missing_ok:
+            was_served = self._table.unload(verb.lora_name, retire=verb.retire)
+            was_registered = self._registered.drop(verb.lora_name)
+            if not (was_served or was_registered or verb.missing_ok):
                 raise NotFound(unknown_adapter(verb.lora_name, known))
             return f"Adapter {verb.lora_name!r} unloaded.", UnloadReply(loaded_adapters=self._table.sources)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 from rollout.adapters.config import LoraConfig, target_modules
-from rollout.adapters.peft_folder import adapter_of, read_config
+from rollout.adapters.peft_folder import adapter_of, place_of, read_config, require_checksums, sha256_of
 from rollout.core.errors import AdapterError
 from rollout.core.messages.update_state import AdapterOfUpdate, AdapterVersion
 from rollout.model.adapter_places import SlotContent
@@ -36,6 +36,11 @@ class _NextVersion:
         self.planned: PlannedVersion | None = None
         self._before: SlotContent | None = None
         self._is_written = False
+
+    def checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of the bytes of each tensor as it was sent."""
+        pairs = self._weights.pairs().items()
+        return {f"{module}.lora_{side}": sha256_of(each) for module, sides in pairs for side, each in sides.items()}
 
     def prepare(self) -> None:
         self.prepared = self.table.prepare(self.name, adapter_of(self._weights.pairs(), self._config))
@@ -58,13 +63,19 @@ class _NextVersion:
 
 
 class AdapterTarget(UpdateTarget):
-    """The next version of adapter `name` in `table`, with this configuration."""
+    """The next version of adapter `name` in `table`, with this configuration.
 
-    def __init__(self, table: AdapterTable, name: str, config: LoraConfig, weights: AdapterWeights) -> None:
+    `is_known`: one with this configuration was made before, so that names and shapes are not asked again.
+    """
+
+    def __init__(
+        self, table: AdapterTable, name: str, config: LoraConfig, weights: AdapterWeights, *, is_known: bool = False
+    ) -> None:
         self._config, self._next = config, _NextVersion(table, name, config, weights)
         apart = Apart(self._next.prepare, self._next.write, self._next.undo)
         super().__init__(f"adapter {name}", weights, lambda _: weights, AS_SENT, apart)
-        self._next.prepare()  # with zeros: what only names and shapes decide
+        if not is_known:
+            self._next.prepare()  # with zeros: what only names and shapes decide
 
     def begin(self, name: str) -> None:
         """Start another update, for the next version of adapter `name`."""
@@ -75,6 +86,20 @@ class AdapterTarget(UpdateTarget):
     def num_bytes(self) -> int:
         """The bytes of its tensors, in host memory."""
         return sum(meta.nbytes for meta in self.weights.metas().values())
+
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter."""
+        return self._next.name
+
+    def require_checksums(self, stated: Mapping[str, str]) -> None:
+        """Raise `AdapterError` unless the tensors that came have these SHA-256, by the sender's names."""
+        found = self._next.checksums()
+        require_checksums(
+            f"expected_lora_checksums of {self.adapter!r}",
+            {_place_text(name): each for name, each in stated.items()},
+            found,
+        )
 
     def require_same_config(self, folder: Path) -> None:
         """Raise `AdapterError` unless the folder's tensors are meant for the configuration of this update."""
@@ -114,8 +139,8 @@ class AdapterTargets:
         self._table, self._max_bytes = table, max_bytes
         self._kept: OrderedDict[Hashable, AdapterTarget] = OrderedDict()
 
-    def target(self, stated: AdapterOfUpdate, manifest: Manifest | None) -> AdapterTarget:
-        """Return the target that a begin states, while no update is open.
+    def target(self, stated: AdapterOfUpdate, manifest: Manifest | None, *, is_known: bool = False) -> AdapterTarget:
+        """Return the target that a begin states, while no update is open.  `is_known`: see `AdapterTarget`.
 
         Raises `AdapterError`, and `WeightRequestError` for its manifest.
         """
@@ -124,7 +149,7 @@ class AdapterTargets:
             config = LoraConfig.of(stated.config)
             modules = target_modules(stated.config)
             weights = configured_weights(config, modules, self._table.places, stated.aliases)
-            return AdapterTarget(self._table, stated.adapter, config, weights)
+            return AdapterTarget(self._table, stated.adapter, config, weights, is_known=is_known)
         if stated.aliases:
             raise AdapterError("aliases are for updates without a manifest: list all tensors, and send them")
         key = json.dumps(stated.config), manifest.key
@@ -145,3 +170,12 @@ class AdapterTargets:
         while sum(sizes) > self._max_bytes:
             self._kept.popitem(last=False)
             del sizes[0]
+
+
+def _place_text(name: str) -> str:
+    """Return the module and side of a tensor of this name; the name itself, where it is not an adapter's."""
+    try:
+        module, side = place_of(name)
+    except AdapterError:
+        return name
+    return f"{module}.lora_{side}"

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout.control.adapter_target import AdapterTargets
+from rollout.control.registered_adapters import PrefixOwner, RegisteredAdapters, adapters_in
 from rollout.control.tensor_owner import TensorOwner
-from rollout.core.errors import BadRequest, Conflict
+from rollout.core.errors import AdapterError, BadRequest, Conflict
 from rollout.core.messages.update_state import AdapterOfUpdate, DraftVersion
 from rollout.core.messages.weights import Selector
 from rollout.model.draft_state import DraftState
@@ -65,8 +66,10 @@ class DraftTarget(UpdateTarget):
 class Companions:
     """Finds the further targets of an update: adapters that it states, and the draft.  `draft` None: there is none."""
 
-    def __init__(self, state: ModelState, adapters: AdapterTargets, draft: DraftTarget | None) -> None:
-        self.draft, self.adapters = draft, adapters
+    def __init__(
+        self, state: ModelState, adapters: AdapterTargets, registered: RegisteredAdapters, draft: DraftTarget | None
+    ) -> None:
+        self.draft, self.adapters, self.registered = draft, adapters, registered
         self._table, self._weights = state.adapters, state.model.weights
         self._with_model = None if draft is None or not draft.comes_with_model else draft
         self._layouts = KnownParts()
@@ -126,6 +129,38 @@ class Companions:
         if draft is not None:
             parts.append(Further(draft, theirs[-1], is_optional=manifest is None))
         return mine, {"beside": parts, "sorter": sorter}
+
+    def of_begun(
+        self, manifest: Manifest | None, *, takes_draft: bool, takes_model: bool
+    ) -> tuple[Manifest | None, dict[str, Any]]:
+        """Return as `of_update` what an update may bring that states no adapters: the registered ones.
+
+        Without a manifest each of them comes or not.  `takes_model` False: they alone come.  Raises as `of_update`.
+        """
+        stated = self.registered.stated
+        if stated and manifest is not None:
+            came = adapters_in(manifest.metas())
+            stated = [each for each in stated if each.adapter in came]
+        if takes_model and not stated:
+            return self.of_update(manifest, takes_draft=takes_draft)
+        draft = self._with_model if takes_draft and takes_model else None
+        if draft is not None and manifest is not None:
+            is_there = any(keeps(draft.draft.weights, meta) for meta in manifest.metas())
+            draft = draft if is_there else None
+        if not takes_model and self._table.max_rank is None:
+            raise AdapterError("sync_base false, and this server has no adapters: start it with --enable-lora")
+        names = [each.adapter for each in stated]
+        owner = PrefixOwner(names, None if draft is None else draft.draft.weights, takes_model=takes_model)
+        sorter = Sorter(owner.count, owner, owner.rule, self._layouts, owner.named)
+        mine, *theirs = [None] * sorter.count if manifest is None else sorter.manifests(manifest)
+        is_optional = manifest is None
+        parts = [
+            Further(self.adapters.target(one, part, is_known=True), part, is_optional)
+            for one, part in zip(stated, theirs)
+        ]
+        if draft is not None:
+            parts.append(Further(draft, theirs[-1], is_optional))
+        return mine if takes_model else None, {"beside": parts, "sorter": sorter, "takes_first": takes_model}
 
 
 def _no_draft() -> BadRequest:

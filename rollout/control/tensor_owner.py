@@ -25,6 +25,11 @@ def is_part_of_names(adapter: str) -> bool:
     return _NAME.fullmatch(adapter) is not None and adapter not in ("weight", "bias")
 
 
+def is_of_adapter(name: str) -> bool:
+    """Return whether the name of a tensor is like that of one of an adapter."""
+    return _OF_ADAPTER.search(name) is not None
+
+
 class TensorOwner:
     """Numbers the targets of an update: 0 is the model with these `weights`, then come `adapters`, and the `draft`.
 

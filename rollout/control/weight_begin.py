@@ -50,14 +50,20 @@ class WeightBegin:
         is_models = draft is None and adapter is None
         if not is_models:
             _require_whole(verb, "a draft" if adapter is None else "an adapter")
+        elif not verb.sync_base:
+            _require_registered_alone(verb)
         _require_named_apart(verb)
+        takes_registered = is_models and verb.adapters == "keep" and not verb.per_rank
         # Deltas come with a base, and are added to it in place.
-        adopts = False if verb.adopt_placement is None and verb.base_digest is not None else verb.adopt_placement
+        keeps_placement = verb.base_digest is not None or not verb.sync_base
+        adopts = False if verb.adopt_placement is None and keeps_placement else verb.adopt_placement
         if update is None:  # else this begin is refused
             self._without_adapters = update_id if verb.adapters == "refuse" else None
             self.require_no_adapters(update_id)
             if is_models:
                 self._adoption.opening(adopts, verb.placement_epoch)
+            if takes_registered:
+                self._companions.registered.opening(update_id)
 
         def io() -> None:
             self._updater.require_none_open()
@@ -66,12 +72,15 @@ class WeightBegin:
             manifest, beside = manifest_of(verb), dict[str, Any]()
             if adapter is not None:
                 target = self._companions.adapters.target(adapter, manifest)
+            elif takes_registered:
+                takes_draft, takes_model = verb.selector == "all", verb.sync_base
+                manifest, beside = self._companions.of_begun(manifest, takes_draft=takes_draft, takes_model=takes_model)
             elif draft is None and not verb.per_rank:
                 stated = verb.adapters if isinstance(verb.adapters, list) else []
                 manifest, beside = self._companions.of_update(manifest, stated, takes_draft=verb.selector == "all")
             self._updater.begin(
                 verb.weight_version,
-                verb.coverage,
+                verb.coverage if verb.sync_base else "partial",
                 manifest,
                 DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s,
                 update_id=update_id,
@@ -85,7 +94,8 @@ class WeightBegin:
             )
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
-        is_sorted = isinstance(verb.adapters, list) or self._companions.draft_weights is not None
+        has_more = bool(takes_registered and self._companions.registered.stated) or not verb.sync_base
+        is_sorted = isinstance(verb.adapters, list) or self._companions.draft_weights is not None or has_more
         is_brief = verb.base_digest is None and is_models and not is_sorted
         return Job(verb, io, begun, roll_back=roll_back, is_brief=is_brief)
 
@@ -147,10 +157,26 @@ def _require_whole(verb: BeginWeightUpdateReqInput, what: str) -> None:
         "placement_epoch": verb.placement_epoch is not None,
         "adopt_placement": bool(verb.adopt_placement),
         "adapters": verb.adapters != "keep",
+        "sync_base false": not verb.sync_base,
     }
     wrong = [name for name, is_given in given.items() if is_given]
     if wrong:
         raise BadRequest(f"{', '.join(wrong)}: {what} is sent whole, to all ranks; these are for the model")
+
+
+def _require_registered_alone(verb: BeginWeightUpdateReqInput) -> None:
+    """Raise `BadRequest` for fields that an update without the model's tensors does not have."""
+    given = {
+        "coverage partial": verb.coverage == "partial",
+        "per_rank": verb.per_rank,
+        "placement_epoch": verb.placement_epoch is not None,
+        "adopt_placement": bool(verb.adopt_placement),
+        "base_digest": verb.base_digest is not None,
+        "adapters": verb.adapters != "keep",
+    }
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise BadRequest(f"{', '.join(wrong)}: with sync_base false registered adapters alone come, whole")
 
 
 def _require_named_apart(verb: BeginWeightUpdateReqInput) -> None:

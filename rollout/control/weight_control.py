@@ -20,13 +20,14 @@ from rollout.control.kv_age import abort_below, require_known_version
 from rollout.control.lease_monitor import LeaseMonitor
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.rank_consensus import RankConsensus
+from rollout.control.registered_adapters import require_checksums
 from rollout.control.weight_begin import WeightBegin
 from rollout.control.weight_commit import WeightCommit, committed, successor
 from rollout.control.weight_groups import WeightGroups
 from rollout.control.weight_queue import Job, WeightQueue, nothing, replies
 from rollout.control.weight_reading import reading_jobs
 from rollout.control.weight_sources import SOURCES
-from rollout.core.errors import Conflict
+from rollout.core.errors import BadRequest, Conflict
 from rollout.core.messages.io_struct import ContinueGenerationReqInput, ContinueReply
 from rollout.core.messages.message import ControlReqInput, ControlReqOutput, NoReply
 from rollout.core.messages.update_state import CommitReply, EndedUpdateState, UpdateStateReply
@@ -92,6 +93,7 @@ class WeightControl:
             wait_limit=self._wait_limit,
         )
         self._begin = WeightBegin(scheduler, updater, adoption, companions)
+        self._registered = companions.registered
         self._status = updater.status()  # when the verb that is under way began
         self._queue.add(
             {
@@ -181,7 +183,7 @@ class WeightControl:
         """Return the seconds for which the job may wait for its sender while a later verb waits; None: no limit."""
         if isinstance(verb, DestroyWeightsUpdateGroupReqInput):  # its sender has left the group
             return 0.0 if getattr(job.verb, "group_name", None) == verb.group_name else None
-        if isinstance(verb, AbortWeightUpdateReqInput):
+        if isinstance(verb, AbortWeightUpdateReqInput) or (isinstance(verb, EndWeightUpdateReqInput) and verb.abort):
             return 0.0 if self._updater.foreign(verb.update_id) is None else None
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
@@ -201,11 +203,13 @@ class WeightControl:
 
     def _before_verb(self, verb: ControlReqInput[Any]) -> None:
         self._leases.on_start(verb)
+        self._registered.settle()
         self._status = self._updater.status()
 
     def _after_verb(self, verb: ControlReqInput[Any], succeeded: bool) -> None:
         self._leases.on_verb(verb, succeeded)
         self._begin.note_digests()
+        self._registered.settle()
 
     # --- verbs ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +274,13 @@ class WeightControl:
         return self._companions.refusal(verb.selector, updater.update if deed.opens is None else None)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
-        update_id = verb.update_id
+        update_id, checksums = verb.update_id, verb.expected_lora_checksums
+        if verb.abort:
+            return self._end_by_abort(verb)
+        if verb.phase == "commit" and checksums is not None:
+            raise BadRequest(
+                "expected_lora_checksums are compared as the update is verified: send them with that phase"
+            )
         if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
             reply = msgspec.convert(ended.answer, CommitReply)
             return Job(verb, nothing, replies(committed(reply), reply))
@@ -279,7 +289,7 @@ class WeightControl:
         def verify() -> None:
             if verb.weight_version is not None:
                 self._updater.admit(update_id, "verify").transaction.weight_version = verb.weight_version
-            self._updater.verify(update_id)
+            self._updater.verify(update_id, functools.partial(require_checksums, checksums))
 
         if verb.phase == "verify":
             return Job(verb, verify, replies("Weight update verified; commit or abort it.", CommitReply()))
@@ -288,6 +298,16 @@ class WeightControl:
             admit = functools.partial(self._updater.admit, update_id, "commit")
             return Job(verb, admit, lambda _: self._commit.run(), roll_back=roll_back)
         return Job(verb, verify, lambda _: self._commit.run())
+
+    def _end_by_abort(self, verb: EndWeightUpdateReqInput) -> Job:
+        """Plan the abort of SGLang's clients, who make it also for registrations without an update."""
+
+        def step(_: Any) -> tuple[str, CommitReply]:
+            self._registered.drop_deferred()
+            return "Weight update aborted; the previous weights serve.", CommitReply()
+
+        is_only_registered = not self._updater.is_open and verb.update_id is None and self._registered.has_deferred
+        return Job(verb, nothing if is_only_registered else lambda: self._updater.abort(verb.update_id), step)
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
         step = replies("Weight update aborted; the previous weights serve.", NoReply())

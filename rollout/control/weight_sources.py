@@ -31,7 +31,8 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
     receiver, group = updater.receiver, verb.group_name
-    if verb.load_format == DELTA and updater.update is not None and updater.update.target is not updater.model:
+    update = updater.update
+    if verb.load_format == DELTA and update is not None and not (update.target is updater.model and update.takes_first):
         return RefusedSource("a delta changes the model alone: an adapter or a draft is sent whole", group, receiver)
     if verb.load_format == DELTA and verb.tensors_per_rank is not None:
         return RefusedSource("a delta is for all ranks: leave out tensors_per_rank", group, receiver)

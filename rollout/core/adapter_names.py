@@ -35,6 +35,14 @@ def fault_of_name(name: str) -> str | None:
     return None
 
 
+def awaited_adapter(name: str) -> str:
+    """Return the message on the name of a registered adapter whose first weights have not come."""
+    return (
+        f"the adapter {shown(name)!r} is registered, and its first weights have not come: it can be named once a "
+        "weight update that brought them has ended"
+    )
+
+
 def key_of_kv(extra_key: str | None, name: str, version: int, content_digest: str) -> str:
     """Return the key of the KV that a version of an adapter makes.
 

@@ -11,6 +11,8 @@ from rollout.core.args.checks import MAX_LORA_RANK
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import AdapterError, StartupError
+from rollout.core.messages.adapters import AdaptersChanged
+from rollout.core.messages.req_output import AdapterCard
 from rollout.layers.lora import SlotSizes
 from rollout.model.adapter_places import is_dense
 from rollout.model.adapters import AdapterTable
@@ -47,6 +49,11 @@ def load_adapters(args: ServerArgs, model: DecoderForCausalLM) -> AdapterTable:
         of = f"--lora-paths {name}={args.adapter_folders[name]}: " if name else ""
         raise StartupError(f"{of}{error}") from None
     return table
+
+
+def telling_of(table: AdapterTable, send: Callable[[AdaptersChanged], None]) -> Callable[[list[AdapterCard]], None]:
+    """Return the function that sends the changes of a table."""
+    return lambda cards: send(AdaptersChanged(cards=cards, awaited=table.awaited))
 
 
 def _wanted(targets: tuple[str, ...] | None, adapters: Iterable[Adapter]) -> Callable[[str], bool]:

@@ -21,13 +21,12 @@ from rollout.control.eplb_parts import expert_layout, initial_placement
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import StartupError
-from rollout.core.messages.adapters import AdaptersChanged
 from rollout.core.messages.io_struct import MemoryTag, SchedulerReady
 from rollout.core.specs.layer_specs import WindowKV
 from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
-from rollout.engine.adapters import load_adapters
+from rollout.engine.adapters import load_adapters, telling_of
 from rollout.engine.build_control import build_control
 from rollout.engine.build_drafts import (
     DraftParts,
@@ -180,7 +179,7 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     check_deterministic(args, static_state, model.parallel.tp)
-    state.adapters.connect(scheduler.queues.adapters, lambda cards: inbox.send(AdaptersChanged(cards=cards)))
+    state.adapters.connect(scheduler.queues.adapters, telling_of(state.adapters, inbox.send))
     build_control(
         args, scheduler, model, layout, channel.wake, static_state, device, pages, draft_tensors(draft, drafting)
     )

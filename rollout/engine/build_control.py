@@ -20,6 +20,7 @@ from rollout.control.memory_control import MemoryControl
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.profiler import StepProfiler
 from rollout.control.rank_consensus import RankConsensus
+from rollout.control.registered_adapters import RegisteredAdapters
 from rollout.control.session_control import SessionControl
 from rollout.control.weight_checker import WeightChecker
 from rollout.control.weight_commit import WeightCommit
@@ -100,7 +101,9 @@ def build_control(
     )
     state = runner.state
     draft = None if state.draft is None else DraftTarget(state.draft, model.weights, partial(_require_memory, saver))
-    companions = Companions(state, AdapterTargets(state.adapters), draft)
+    targets = AdapterTargets(state.adapters)
+    registered = RegisteredAdapters(state.adapters, targets, updater)
+    companions = Companions(state, targets, registered, draft)
     commit = WeightCommit(scheduler, updater, adoption, draft)
     weights = WeightControl(scheduler, updater, wake, consensus, adoption, commit, companions, args.pause_timeout)
     eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, wake)
@@ -123,8 +126,8 @@ def build_control(
     control = Control(scheduler, weights, memory, experts, eplb, draft, static_state)
     profiler = StepProfiler(scheduler, NamedFolders.of(args))
     sessions = SessionControl(scheduler)
-    adapters = AdapterControl(runner.state.adapters, NamedFolders.of(args), updater)
-    weights.add_jobs(checker.jobs | disk.jobs | memory.jobs | adapters.jobs)
+    adapters = AdapterControl(runner.state.adapters, NamedFolders.of(args), updater, registered)
+    weights.add_jobs(checker.jobs | disk.jobs | memory.jobs | adapters.jobs | registered.jobs)
     commit.followers = (memory.notice_refresh, kv_age.advance, scheduler.cache.pins.retire)
     scheduler.connect(
         weights.verbs | eplb.verbs | experts.verbs | control.verbs | profiler.verbs | sessions.verbs,

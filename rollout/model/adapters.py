@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from rollout.adapters.peft_folder import Adapter
-from rollout.core.adapter_names import adapter_ref, fault_of_name
+from rollout.core.adapter_names import adapter_ref, awaited_adapter, fault_of_name
 from rollout.core.errors import AdapterError, Conflict, FatalError, NotFound
 from rollout.core.messages.req_output import AdapterCard, AdapterLabel
 from rollout.layers.lora import SlotSizes
@@ -80,6 +80,7 @@ class AdapterTable:
         self._retired: dict[int, AdapterLabel] = {}  # by slot: unloaded, and may be in use
         self._num_versions: dict[str, int] = {}  # of each name, ever
         self._users: Callable[[], Iterable[ServedAdapter | None]] = tuple
+        self._registered: Sequence[str] = ()
         self._on_change: Callable[[list[AdapterCard]], None] = lambda _: None
 
     def connect(
@@ -122,6 +123,16 @@ class AdapterTable:
         """The modules that adapters may change."""
         return self._places
 
+    @property
+    def awaited(self) -> list[str]:
+        """The registered names that are not served: their first weights have not come."""
+        return [name for name in self._registered if name not in self._newest]
+
+    def register(self, names: Sequence[str]) -> None:
+        """Take note of the names whose tensors updates may bring.  All ranks do, between two steps."""
+        self._registered = names
+        self._on_change(self.cards)
+
     def serves(self, name: str) -> bool:
         """Return whether a request may name this adapter."""
         return name in self._newest
@@ -129,6 +140,8 @@ class AdapterTable:
     def find(self, name: str) -> ServedAdapter:
         """Return the newest version of an adapter, or for NAME@3 that version.  Raises `NotFound`."""
         wanted, version = adapter_ref(name)
+        if wanted in self.awaited:
+            raise NotFound(awaited_adapter(name))
         if wanted not in self._newest:
             raise NotFound(unknown_adapter(name, list(self._newest)))
         newest = self._newest[wanted]

@@ -81,6 +81,11 @@ class WeightIndex:
             raise UnknownTensorError(
                 f"{wire.name} is a scale of keys and values, which only a start reads: leave it out of refreshes"
             )
+        if ":" in wire.name:
+            raise UnknownTensorError(
+                f"{shown(wire.name)} is the name of a tensor of an adapter: /register_lora_adapter, then "
+                "begin_weight_update come before its tensors"
+            )
         raise UnknownTensorError(f"the model has no tensor {shown(wire.name)}", wire.name)
 
     def accepts(self, wire: TensorMeta) -> bool:

@@ -17,6 +17,7 @@ from rollout.core.messages.adapters import (
     LoadLoraAdapterFromDistributedReqInput,
     LoadLoraAdapterFromTensorsReqInput,
     LoadLoraAdapterReqInput,
+    RegisterLoraAdapterReqInput,
     UnloadLoraAdapterReqInput,
 )
 from rollout.core.messages.experts import DumpExpertDistributionReqInput
@@ -94,6 +95,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             WeightsCheckerReqInput: weights.check_weights,
             DumpExpertDistributionReqInput: ExpertRoutes(verbs, args).dump,
             LoadLoraAdapterReqInput: adapters.load,
+            RegisterLoraAdapterReqInput: adapters.register,
             UnloadLoraAdapterReqInput: adapters.unload,
         },
         {

@@ -289,7 +289,7 @@ class TokenizerManager:
             self._on_unreadable(message)
         elif isinstance(message, AdaptersChanged):
             if self._limits is not None:
-                self._limits.names.set_adapters(message.cards)
+                self._limits.names.set_adapters(message.cards, message.awaited)
         else:
             self._on_startup(message)
 

@@ -71,6 +71,10 @@ def good_bodies(victim: Victim) -> dict[str, Body]:
             "config_dict": {"peft_type": "LORA", "r": 2, "lora_alpha": 4},
             "serialized_named_tensors": [payload({name: tensor})],
         },
+        "/register_lora_adapter": {
+            "lora_name": "a",
+            "config_dict": {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]},
+        },
         "/load_lora_adapter_from_distributed": {
             "lora_name": "a",
             "config_dict": {"peft_type": "LORA", "r": 2, "lora_alpha": 4},

@@ -242,6 +242,7 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             {"weight_version": "v", "lease_s": 2.0, "manifest": manifest},
             {"target": {"adapter": "a", "config": {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}}},
             {"target": {"draft": True}},
+            {"sync_base": False},
             {"target": {"adapter": "a", "config": {"peft_type": "LORA", "r": 2}, "aliases": {names[0]: names[-1]}}},
             {"adapters": [{"adapter": "a", "config": {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}}]},
             {"manifest": {"names": names, "dtypes": kinds, "shapes": shapes, "fingerprints": "0" * 16 * len(names)}},
@@ -259,6 +260,14 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         ],
         "/load_lora_adapter_from_distributed": [
             lists | {"lora_name": "a", "config_dict": {"peft_type": "LORA", "r": 2}, "upsert": True}
+        ],
+        "/register_lora_adapter": [
+            {"lora_name": "a", "config_dict": {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}}
+            | {"pinned": True, "lora_path": "a", "defer_publish": True}
+        ],
+        "/end_weight_update": [
+            {"expected_lora_checksums": {"a": dict.fromkeys(names, "0" * 64)}},
+            {"abort": True, "phase": "verify"},
         ],
         **{
             path: [lists | AREAL_ADAPTER]

@@ -15,9 +15,13 @@ _ADDED_TOKENS = frozenset({"added_tokens_config"})
 
 
 class AdaptersChanged(Message):
-    """Sent by a scheduler before the answer of the call that changed its adapters: all versions in memory."""
+    """Sent by a scheduler before the answer of the call that changed its adapters: all versions in memory.
+
+    `awaited`: the names of registered adapters whose first weights have not come.
+    """
 
     cards: list[AdapterCard]
+    awaited: list[str] = []
 
 
 class AdapterReply(Reply, kw_only=True):
@@ -104,6 +108,35 @@ class LoadLoraAdapterFromDistributedReqInput(WithLists, ControlReqInput[AdapterR
     lists_digest: bytes | None = None
 
 
+class RegisterReply(Reply, kw_only=True):
+    """`pending`: the first weights of the name have not come, so that no request can name it."""
+
+    lora_name: str
+    pending: bool
+    loaded_adapters: dict[str, str | None]
+
+
+class RegisterLoraAdapterReqInput(ControlReqInput[RegisterReply]):
+    """State the configuration of an adapter whose tensors come in weight updates, by names `lora_name`:TENSOR.
+
+    Nothing is served until an update that brought all of them has ended.  `config_dict`: the content of
+    `adapter_config.json`.  `defer_publish`: the name is not served yet, and if the next update with it fails, it must
+    be registered again.  `pinned` and `lora_path`, SGLang's, change nothing: the newest version of a name stays.
+    """
+
+    endpoint = Endpoint(
+        path="/register_lora_adapter",
+        tag="adapters",
+        client_waits="weights",
+        accepts={"pinned": (bool, False), "lora_path": (str | None, None)},
+        refuses=_ADDED_TOKENS,
+    )
+
+    lora_name: Name
+    config_dict: dict[str, Any]
+    defer_publish: bool = False
+
+
 class UnloadReply(Reply, kw_only=True):
     loaded_adapters: dict[str, str | None]
 
@@ -131,5 +164,6 @@ VERBS = (
     LoadLoraAdapterReqInput,
     LoadLoraAdapterFromTensorsReqInput,
     LoadLoraAdapterFromDistributedReqInput,
+    RegisterLoraAdapterReqInput,
     UnloadLoraAdapterReqInput,
 )

@@ -102,6 +102,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     `per_rank`: each rank is sent what it keeps under the expert map of `placement_epoch`, see `/weight_parts`.
     `target`: an adapter or the draft; null: the model, which keeps its `adapters`, or gets these with it, or is refused
     with any.  `selector`, SGLang's: "all" is the model, with the draft's tensors if they come, "target" without them.
+    `sync_base` false, SGLang's: registered adapters alone come.
     """
 
     endpoint = Endpoint(
@@ -122,6 +123,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     target: TargetOfUpdate | None = None
     adapters: Literal["keep", "refuse"] | list[AdapterOfUpdate] = "keep"
     selector: Selector = "all"
+    sync_base: bool = True
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
     counts_tensors: bool = False  # the label states how many came if not all did, as no part was announced
@@ -165,12 +167,15 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
 class EndWeightUpdateReqInput(OfUpdateReqInput[CommitReply]):
     """Verify what came and put it in force, all or nothing; with a `phase`, only one of the two.
 
-    `weight_version`: in place of the label so far.
+    `weight_version`: in place of the label so far.  `expected_lora_checksums`: the SHA-256 of the bytes of each tensor,
+    in hex, by adapter and name; others than these refuse the update.  `abort`, SGLang's: drop the update instead.
     """
 
     endpoint = Endpoint(path="/end_weight_update", tag="weights", hidden=frozenset({"weight_version"}))
 
     phase: Literal["verify", "commit"] | None = None
+    expected_lora_checksums: dict[str, dict[str, str]] | None = None
+    abort: bool = False
     weight_version: str | None = None
 
 

@@ -1,6 +1,6 @@
 """Loads and unloads of adapters over HTTP, in the forms of vLLM, SGLang and SkyRL.  May demand the admin key.
 
-SGLang   /load_lora_adapter and its two forms for tensors, /unload_lora_adapter
+SGLang   /load_lora_adapter and its two forms for tensors, /register_lora_adapter, /unload_lora_adapter
                                                            the verbs' own routes; a refusal has `error_message`
 vLLM     /v1/load_lora_adapter, /v1/unload_lora_adapter    a name that is served is refused without load_inplace
 SkyRL    /skyrl/v1/load_lora_adapter                       a name that is served gets its next version
@@ -19,6 +19,7 @@ from rollout.core.messages.adapters import (
     LoadLoraAdapterFromDistributedReqInput,
     LoadLoraAdapterFromTensorsReqInput,
     LoadLoraAdapterReqInput,
+    RegisterLoraAdapterReqInput,
     UnloadLoraAdapterReqInput,
 )
 from rollout.core.messages.message import ControlReqOutput, Name
@@ -93,6 +94,11 @@ class AdapterRoutes:
         verb = LoadLoraAdapterFromDistributedReqInput
         body = await self._buckets.read_bucket(request, body_of(verb))
         return _with_error_message(await self._verbs.ask(verb, **fields_of(verb, body), **raw_lists(body)))
+
+    async def register(self, _: Request, body: Any) -> Response:
+        return _with_error_message(
+            await self._verbs.ask(RegisterLoraAdapterReqInput, **fields_of(RegisterLoraAdapterReqInput, body))
+        )
 
     async def unload(self, _: Request, body: Any) -> Response:
         return _with_error_message(

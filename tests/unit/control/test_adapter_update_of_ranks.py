@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollout.core.errors import AdapterError
+from rollout.core.messages.adapters import RegisterLoraAdapterReqInput, UnloadLoraAdapterReqInput
 from rollout.core.messages.weights import GetWeightUpdateReqInput
 from tests.adapter_updates import FAMILY, SEED, Content, begin, bring, end, make_content, refresh, update_id
 from tests.family_zoo import family_checkpoint
@@ -87,3 +88,33 @@ def test_all_ranks_take_the_model_and_the_adapter_or_neither(
         after = (epoch + 1, version + 1, content.digest) if is_well else (epoch, version, digest)
         assert ended.success == is_well and state_of(engine) == [after, after], ended.message
     assert ended.data["adapters"][0]["version"] == version + 1
+
+
+@pytest.mark.parametrize("fails", ["its check", "its write"])
+def test_all_ranks_have_the_registration_and_take_its_tensors_or_none(
+    engine: ParallelHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    tables = [each.runner.state.adapters for each in engine.schedulers]
+    named = [(f"miles_lora:{name}", tensor) for name, tensor in contents[0].named]
+    target = {"lora_name": "miles_lora", "config_dict": contents[0].config, "defer_publish": True}
+    label = tables[0].find("poet").label
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AdapterError("this rank has no memory for it")
+
+    for is_well in (False, True):
+        assert engine.control(RegisterLoraAdapterReqInput, **target).success
+        assert [table.awaited for table in tables] == [["miles_lora"]] * 2
+        assert begin(engine, None, sync_base=False).success
+        assert bring(engine, named).success
+        with monkeypatch.context() as one_cannot:
+            if not is_well:
+                one_cannot.setattr(tables[1], "prepare" if fails == "its check" else "write", refuse)
+            ended = end(engine)
+        assert ended.success == is_well, ended.message
+        assert [table.serves("miles_lora") for table in tables] == [is_well] * 2
+        assert [table.awaited for table in tables] == [[]] * 2, "a deferred one is for one update"
+    served = [table.find("miles_lora").label for table in tables]
+    assert served[0] == served[1] and served[0].content_digest == contents[0].digest
+    assert tables[0].find("poet").label == label
+    assert engine.control(UnloadLoraAdapterReqInput, lora_name="miles_lora").success
