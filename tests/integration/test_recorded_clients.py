@@ -28,9 +28,9 @@ FRAMEWORKS = {
     ),
     "miles_adapters": Framework(
         name="miles, adapters",
-        packages=("recorded at 02a214e",),
+        packages=("recorded at 02a214e, 03ab6d7",),
         flags={"enable_lora": True},
-        not_there=("/register_lora_adapter",),
+        not_there=("names NAME@N",),
     ),
     "slime": Framework(
         name="slime",
