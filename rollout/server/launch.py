@@ -37,6 +37,7 @@ from rollout.memory.allocator import share_freed_memory
 from rollout.server.app import build_app
 from rollout.server.checks import bind, checked_config, remote_host
 from rollout.server.connections import BoundedServer, connections_within, quiet_about_files, raise_file_limit
+from rollout.server.event_loop import new_event_loop
 from rollout.server.router_registration import RouterRegistration, own_url
 from rollout.server.scheduler_process import WORKER_COMMAND, SchedulerProcesses, run_follower
 from rollout.server.start_report import base_url, start_report
@@ -81,8 +82,12 @@ def run_server(
     if args.node_rank > 0:
         with _private_folder() as folder:
             return asyncio.run(run_follower(args, layout, folder, worker_command))
-    with contextlib.closing(listener or bind(args)) as taken, _private_folder() as folder:
-        return asyncio.run(_Server(args, config, layout, taken, folder, worker_command, host).run())
+    with (
+        contextlib.closing(listener or bind(args)) as taken,
+        _private_folder() as folder,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
+    ):
+        return runner.run(_Server(args, config, layout, taken, folder, worker_command, host).run())
 
 
 class _Server:
