@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import shutil
 import signal
@@ -34,6 +33,7 @@ from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.http.metrics.metrics import Metrics
 from rollout.http.native.info import state_of
 from rollout.memory.allocator import share_freed_memory
+from rollout.server import cycles
 from rollout.server.app import build_app
 from rollout.server.checks import bind, checked_config, remote_host
 from rollout.server.connections import BoundedServer, connections_within, quiet_about_files, raise_file_limit
@@ -52,16 +52,6 @@ RESPONSES_S = 5
 LAST_WORDS_S = 1.0
 """Seconds that the last message of a scheduler process may take to arrive after its end."""
 KEEP_ALIVE_S = 75
-COLLECT_AFTER = 5_000
-"""Growth of the number of objects after which cycles among the new ones are looked for.
-
-That is the growth of some dozens of requests, and takes some milliseconds.  With Python's 700, a request caused a
-collection every time, which visited all that was in flight.
-"""
-MIDDLE_AFTER = 200
-"""Collections of new objects after which the rest of them is visited: with 4,096 requests in flight that is 100 ms."""
-FULL_AFTER = 20
-"""Collections of the middle generation after which all is visited: at 4,096 requests in flight 480,000 objects."""
 
 
 def run_server(
@@ -156,6 +146,7 @@ class _Server:
         death = asyncio.create_task(scheduler.first_end())
         stop = asyncio.create_task(self._stop.wait())
         start = asyncio.create_task(self._start(manager))
+        search = asyncio.create_task(cycles.search_for_ever())
         try:
             await _first_of(start, death, stop, http_task, reader)
             if stop.done():
@@ -163,8 +154,7 @@ class _Server:
             if not start.done():
                 raise StartupError(await _reason(manager, death, reader, "before it was ready"))
             start.result()
-            gc.freeze()  # what exists now stays: no collection between two requests need visit it
-            gc.set_threshold(COLLECT_AFTER, MIDDLE_AFTER, FULL_AFTER)
+            cycles.prepare()
             say(f"ready at {base_url(self._args)}")
             self._registration.join()
             await _first_of(death, stop, http_task, reader)
@@ -176,9 +166,10 @@ class _Server:
             await self._registration.leave()
             return _fail(reason)
         finally:
-            for task in (death, stop, start):
+            tasks = (death, stop, start, search)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(death, stop, start, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start(self, manager: TokenizerManager) -> None:
         """Start tokenizer and scheduler side by side, with progress lines."""
