@@ -158,7 +158,7 @@ class _Protocol(PlainProtocol):
         0 while the server is at work, or nothing is sent.  Must be called periodically.
         """
         cycle = self.cycle
-        is_idle = cycle is not None and cycle.response_complete and self.timeout_keep_alive_task is not None
+        is_idle = cycle is not None and cycle.response_complete and self.is_idle
         is_served = cycle is not None and not (cycle.more_body or cycle.response_complete)
         if (is_idle and not cycle.more_body) or is_served or self.flow.read_paused:
             self._since = None

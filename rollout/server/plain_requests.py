@@ -145,6 +145,7 @@ class PlainProtocol(H11Protocol):
         super().__init__(*args, **settings)
         self.access_log = self.access_log and self.config.access_log  # a logger may have handlers of others
         self._short_way = short_way
+        self._idle_since: float | None = None  # when the last answer ended, until the next request begins
         self._missing = 0  # bytes of the body of a plain request that have yet to come
         self._held = b""  # what came after a plain request that is not yet answered
 
@@ -160,6 +161,11 @@ class PlainProtocol(H11Protocol):
             self.flow.pause_reading()
         else:
             super().data_received(data)
+
+    @property
+    def is_idle(self) -> bool:
+        """True between an answer and the first byte of the next request."""
+        return self._idle_since is not None
 
     def _begin(self, data: bytes) -> bool:
         """Begin the request at the start of `data` if it is of the usual form; else return False, having done nothing.
@@ -257,8 +263,35 @@ class PlainProtocol(H11Protocol):
             if not isinstance(cycle, ShortCycle):  # nothing else would tell it that its client goes away
                 self.flow.pause_reading()
 
+    def _unset_keepalive_if_required(self) -> None:
+        """Note that the client is not idle.  The timer runs on: setting one anew takes a twentieth of a request."""
+        self._idle_since = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection if it has been idle for as long as it may."""
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0.0:
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
+
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        """Do as uvicorn does, but keep a timer that runs."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        self.flow.resume_reading()
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.DONE:
+            self.conn.start_next_cycle()
+            self.handle_events()
         if self._held and not self._missing and not self.transport.is_closing():
             held, self._held = self._held, b""
             self.data_received(held)
@@ -266,5 +299,7 @@ class PlainProtocol(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         cycle = self.cycle
         super().connection_lost(error)
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
         if isinstance(cycle, _OWN):
             cycle.note_disconnect()

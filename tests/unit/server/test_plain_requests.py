@@ -13,12 +13,15 @@ from typing import Any
 
 import h11
 import pytest
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from rollout.http.io import ClientGone, until_disconnect
 from rollout.server import heads, plain_requests
 from rollout.server.connections import BoundedServer
 from rollout.server.heads import read_head
-from rollout.server.plain_requests import PlainCycle
+from rollout.server.plain_requests import PlainCycle, PlainProtocol
 
 PIECES = [
     b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"get", b" ", b"  ", b"/", b"/generate", b"/a?b=%20c", b"*", b"/\xff",
@@ -320,3 +323,80 @@ def test_an_answered_request_leaves_no_cycle_of_objects() -> None:
         assert asyncio.run(run()) <= 1  # the connection keeps its last one
     finally:
         gc.enable()
+
+
+class Clock:
+    """An event loop without a loop: its time stands still, and its timers are run by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, work: Callable[[], None]) -> Clock:
+        self.timers.append((self.now + seconds, work))
+        return self
+
+    def run_timer(self) -> None:
+        self.now, work = self.timers.pop()
+        work()
+
+    def cancel(self) -> None:
+        self.timers.clear()
+
+
+class Transport(asyncio.Transport):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def new_connection() -> tuple[PlainProtocol, Clock, Transport]:
+    clock, transport = Clock(), Transport()
+    config = uvicorn.Config(echo, access_log=False, log_config=None, timeout_keep_alive=75)
+    protocol = PlainProtocol(config=config, server_state=ServerState(), app_state={}, _loop=clock)
+    protocol.connection_made(transport)
+    return protocol, clock, transport
+
+
+def test_an_idle_connection_is_closed_by_one_timer_for_all_its_requests() -> None:
+    protocol, clock, transport = new_connection()
+    for clock.now in (0.0, 30.0, 60.0):
+        protocol._unset_keepalive_if_required()
+        protocol.on_response_complete()
+        assert protocol.is_idle and [due for due, _ in clock.timers] == [75.0]
+    clock.run_timer()
+    assert not transport.is_closed and [due for due, _ in clock.timers] == [135.0]
+    protocol._unset_keepalive_if_required()
+    assert not protocol.is_idle
+    clock.run_timer()
+    assert not transport.is_closed and not clock.timers, "a request is at work"
+    clock.now = 200.0
+    protocol.on_response_complete()
+    clock.run_timer()
+    assert transport.is_closed and clock.now == 275.0
+
+
+def test_a_timer_that_does_not_look_at_the_request_would_close_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainProtocol, "timeout_keep_alive_handler", H11Protocol.timeout_keep_alive_handler)
+    protocol, clock, transport = new_connection()
+    protocol.on_response_complete()
+    protocol._unset_keepalive_if_required()
+    clock.run_timer()
+    assert transport.is_closed
+
+
+def test_a_lost_connection_leaves_no_timer() -> None:
+    protocol, clock, _ = new_connection()
+    protocol.on_response_complete()
+    protocol.connection_lost(ConnectionResetError())
+    assert not clock.timers
