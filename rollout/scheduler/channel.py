@@ -16,7 +16,7 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ import zmq
 from rollout.core.errors import FatalError
 from rollout.core.messages.io_struct import (
     AbortReqInput,
+    BatchTokenOutput,
     GetStateReqInput,
     SchedulerInput,
     SchedulerOutput,
@@ -39,8 +40,18 @@ from rollout.core.sampling_params import SamplingParams
 from rollout.distributed.parallel import Parallel
 
 _MAX_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several steps
+_OUTPUTS_AT_ONCE = 64  # of a message: the main process decodes a message in one piece
 _HEADER = struct.Struct("<dQq")  # of a broadcast: the time, the mark of the served epoch, the bytes that follow
 _INLINE_BYTES = 4096  # messages up to this size go with the header
+
+
+def _parts(message: SchedulerOutput) -> Iterator[SchedulerOutput]:
+    """Yield the message, or its outputs in messages of at most `_OUTPUTS_AT_ONCE`."""
+    if not isinstance(message, BatchTokenOutput) or len(message.outputs) <= _OUTPUTS_AT_ONCE:
+        yield message
+        return
+    for first in range(0, len(message.outputs), _OUTPUTS_AT_ONCE):
+        yield BatchTokenOutput(outputs=message.outputs[first : first + _OUTPUTS_AT_ONCE])
 
 
 def _beginning(message: Message) -> bytes:
@@ -132,10 +143,11 @@ class ZmqChannel(RawChannel):
 
     def send(self, message: SchedulerOutput) -> None:
         """Send without blocking: the queue to the main process has no limit."""
-        data = encode_output(message)
-        if self._secret is not None:
-            self._output.send(self._secret, zmq.NOBLOCK | zmq.SNDMORE)
-        self._output.send(data, zmq.NOBLOCK)
+        for part in _parts(message):
+            data = encode_output(part)
+            if self._secret is not None:
+                self._output.send(self._secret, zmq.NOBLOCK | zmq.SNDMORE)
+            self._output.send(data, zmq.NOBLOCK)
 
     def wake(self) -> None:
         with suppress(BlockingIOError):  # the pipe is full, so the reader wakes anyway

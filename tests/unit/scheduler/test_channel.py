@@ -13,6 +13,7 @@ import zmq
 
 from rollout.core.messages.io_struct import (
     AbortReqInput,
+    BatchTokenOutput,
     ControlReqOutput,
     GetStateReqInput,
     PauseGenerationReqInput,
@@ -22,8 +23,10 @@ from rollout.core.messages.io_struct import (
     decode_output,
     encode,
 )
+from rollout.core.messages.req_output import ReqOutput
 from rollout.core.messages.unreadable import Unreadable
 from rollout.core.sampling_params import SamplingParams
+from rollout.scheduler import channel as channels
 from rollout.scheduler.channel import ZmqChannel
 from rollout.tokenizer_manager.channel import SchedulerChannel
 
@@ -170,6 +173,26 @@ def test_engine_13_samples_of_one_prompt_share_its_ids() -> None:
     seeds = [(sample.rid, sample.sampling_params.sampling_seed) for sample in samples]
     assert seeds == [("r", 7), ("r_0", 8), ("r_1", 9), ("r_2", 10)]
     assert all(sample.input_ids is samples[0].input_ids and not sample.siblings for sample in samples)
+
+
+@pytest.mark.parametrize("secret", [None, "key"])
+def test_the_outputs_of_a_large_step_leave_in_parts(main: Main, tmp_path: Path, secret: str | None) -> None:
+    rids = [str(i) for i in range(2 * channels._OUTPUTS_AT_ONCE + 1)]
+    channel = ZmqChannel(f"ipc://{tmp_path}/input", f"ipc://{tmp_path}/output", secret)
+    channel.send(BatchTokenOutput(outputs=[ReqOutput.never_ran(rid, "v", "full") for rid in rids]))
+    channel.send(SchedulerFailed(message="last"))
+    messages = []
+    for _ in range(4):
+        assert main.pull.poll(1e3 * DEADLINE_S)
+        *proof, data = main.pull.recv_multipart()
+        assert proof == ([] if secret is None else [secret.encode()])
+        messages.append(decode_output(data))
+    channel.close()
+    *parts, last = messages
+    assert last == SchedulerFailed(message="last")
+    outputs = [message.outputs for message in parts if isinstance(message, BatchTokenOutput)]
+    assert [len(part) for part in outputs] == [channels._OUTPUTS_AT_ONCE] * 2 + [1]
+    assert [output.rid for part in outputs for output in part] == rids
 
 
 def test_engine_22_messages_of_strangers_over_the_network_are_dropped(tmp_path: Path) -> None:
