@@ -22,6 +22,7 @@ import zmq
 
 from rollout.core.errors import StartupError, Unavailable
 from rollout.core.messages.io_struct import BatchTokenOutput, SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput
+from rollout.core.messages.message import ControlReqInput
 from rollout.core.messages.unreadable import Unreadable, packed, read_output
 
 logger = logging.getLogger(__name__)
@@ -80,8 +81,9 @@ class SchedulerChannel:
     def send(self, *messages: SchedulerInput) -> None:
         """Hand each request to its engine, anything else to all, in the order of the calls.
 
-        They leave when the event loop has done what is ready now.  Raises `BadRequest` if one of them could not be
-        read, and `Unavailable` when an engine is not connected; then none leaves.
+        They leave when the event loop has done what is ready now; a verb leaves at once, with all before it.  Raises
+        `BadRequest` if one of them could not be read, and `Unavailable` when an engine is not connected; then none
+        leaves.
         """
         posts = [(self._targets(message), packed(message)) for message in messages]
         for targets, _ in posts:
@@ -90,6 +92,9 @@ class SchedulerChannel:
         for targets, data in posts:
             for outbox in targets:
                 outbox.add(data)
+        if any(isinstance(message, ControlReqInput) for message in messages):
+            for outbox in self._outboxes:
+                outbox.leave_now()
 
     def _targets(self, message: SchedulerInput) -> list[_Outbox]:
         if len(self._outboxes) > 1 and isinstance(message, TokenizedGenerateReqInput):
@@ -133,6 +138,12 @@ class _Outbox:
         self._waiting.append(data)
         if self._due is None:
             self._due = asyncio.get_running_loop().call_soon(self._leave)
+
+    def leave_now(self) -> None:
+        """Send what waits, unless the engine is lost."""
+        if self._due is not None and not self._is_lost:
+            self._due.cancel()
+            self._leave()
 
     def _leave(self) -> None:
         """Send what waits.  An engine that was lost meanwhile gets it if it comes back."""

@@ -51,7 +51,8 @@ class Communicator:
         self._waiting[request_id] = future
         try:
             self._send(verb(request_id=request_id, deadline=time.monotonic() + timeout_s, **fields))
-            answers = await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` takes one more pass of the event loop
+                answers = await future
         except TimeoutError:
             name = verb.__name__.removesuffix("ReqInput")
             raise SchedulerTimeout(

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from rollout.core.errors import Unavailable
-from rollout.core.messages.io_struct import AbortReqInput, decode_input, encode
+from rollout.core.messages.io_struct import AbortReqInput, GetStateReqInput, decode_input, encode
 from rollout.core.messages.message import ControlReqOutput
 from rollout.tokenizer_manager import channel as channels
 from rollout.tokenizer_manager.channel import SchedulerChannel
@@ -132,21 +132,21 @@ class Engine:
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
-        self._pull = self._context.socket(zmq.PULL)
-        self._pull.set_hwm(0)
-        self._pull.connect(address)
+        self.pull = self._context.socket(zmq.PULL)
+        self.pull.set_hwm(0)
+        self.pull.connect(address)
 
     async def received(self) -> list[list[bytes]]:
         """Return what comes within a while, each message of ZMQ as its frames."""
         found: list[list[bytes]] = []
         for _ in range(20):
             await asyncio.sleep(0.01)
-            while self._pull.poll(0):
-                found.append(self._pull.recv_multipart())
+            while self.pull.poll(0):
+                found.append(self.pull.recv_multipart())
         return found
 
     def close(self) -> None:
-        self._pull.close()
+        self.pull.close()
         self._context.term()
 
 
@@ -191,3 +191,22 @@ def test_messages_of_a_turn_leave_together_and_in_order(tmp_path: Path) -> None:
 
 def test_messages_to_an_engine_that_was_lost_wait_for_it(tmp_path: Path) -> None:
     assert send_together(tmp_path, late=True) == [["0", "1"], ["3"]]
+
+
+def test_a_verb_leaves_at_once_with_what_came_before_it(tmp_path: Path) -> None:
+    async def scenario(channel: SchedulerChannel, rank: Rank) -> None:
+        engine = Engine(channel.input_addrs[0])
+        try:
+            await asyncio.sleep(0.1)
+            channel.send(AbortReqInput(rids=["0"]))
+            assert not engine.pull.poll(50), "the turn of the event loop has not ended"
+            channel.send(GetStateReqInput(request_id="look"))
+            channel.send(AbortReqInput(rids=["1"]))
+            assert engine.pull.poll(10_000)
+            before, verb = engine.pull.recv_multipart()
+            assert aborts([before]) == ["0"] and isinstance(decode_input(verb), GetStateReqInput)
+            assert [aborts(frames) for frames in await engine.received()] == [["1"]]
+        finally:
+            engine.close()
+
+    run(tmp_path, scenario)
