@@ -103,13 +103,14 @@ class SingleHandle:
         abort: Callable[[list[str]], None],
     ) -> None:
         self.on_end: Callable[[], None] | None = on_end
-        self._sample = Sample.of(record, tokenizer, form)
+        self._record = record
+        self._tokenizer = tokenizer
         self._form = form
         self._abort = abort
         self._error: LockstepError | None = None
 
     def notify(self, index: int) -> None:
-        if self._sample.record.finished is not None and self.on_end is not None:
+        if self._record.finished is not None and self.on_end is not None:
             self.on_end()
 
     def fail(self, error: LockstepError) -> None:
@@ -119,13 +120,13 @@ class SingleHandle:
 
     def abort(self) -> None:
         """Ask the scheduler to stop it if it has not ended.  Does not wait."""
-        if self._sample.record.finished is None:
-            self._abort([self._sample.record.rid])
+        if self._record.finished is None:
+            self._abort([self._record.rid])
 
     @property
     def is_heavy(self) -> bool:
         """True if `encoded` should not run on the event loop."""
-        return weight(self._sample.record) > HEAVY
+        return weight(self._record) > HEAVY
 
     def encoded(self) -> bytes:
         """Return the final response, as `GenerateHandle.encoded` does; call it once.
@@ -134,8 +135,10 @@ class SingleHandle:
         """
         if self._error is not None:
             raise self._error
-        self._sample.require_run()
-        return self._sample.encoded(self._form)
+        # Made now: thousands wait, and each object is visited whenever Python looks for cycles.
+        sample = Sample.of(self._record, self._tokenizer, self._form)
+        sample.require_run()
+        return sample.encoded(self._form)
 
 
 class GenerateHandle:
