@@ -1,8 +1,9 @@
-"""Measures the front without a model: HTTP, tokenizing, records, text and answers, by the CPU time of its process.
+"""Measures the front: HTTP, tokenizing, records, text and answers, by the CPU time of its process.
 
-A real server runs in front of an engine without a model (`front_engine`); a client that costs little (`front_client`)
-keeps requests in flight.  The three processes share this machine's cores.  So the table has the rate on the clock, and
-the rate of one front process with a core of its own: one over its CPU time for a request.
+A real server runs in front of an engine without a model (`front_engine`), or of a whole engine with a tiny one.  A
+client that costs little (`front_client`) keeps requests in flight.  The three processes share this machine's cores.  So
+the table has the rate on the clock, and the rate of one front process with a core of its own: one over its CPU time for
+a request.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from rich.table import Table
 
 from benchmarks.front_client import COUNTING, Counted, Load
 from benchmarks.memory import wait_ready
-from benchmarks.shapes import SHAPES, checkpoint
+from benchmarks.shapes import cached_checkpoint, checkpoint
+from examples.make_checkpoint.spec import CheckpointSpec
 from rollout.server.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
@@ -39,7 +41,12 @@ PROMPT_TOKENS = 64
 NEW_TOKENS = 40
 SECONDS = 6.0
 HEALTH_EVERY_S = 0.02
-WORKER = "benchmarks.front_engine"
+WORKERS = ("benchmarks.front_engine", "rollout.engine.worker")
+TINY = CheckpointSpec(
+    hidden_size=48, layers=2, dense_first=0, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=3,
+    moe_intermediate_size=32, vocab_size=320, context_length=1024,
+)  # fmt: skip
+MODEL_IN_FLIGHT = (256, 1024)
 HERE = Path(__file__).resolve().parents[1]
 SAMPLING = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
 RECORDS = {"return_logprob": True, "return_routed_experts": True}
@@ -68,16 +75,27 @@ MODES = (
 
 
 def run(
-    seconds: float, console: Console, *, in_flight: tuple[int, ...] = IN_FLIGHT, modes: tuple[Mode, ...] = MODES
+    seconds: float,
+    console: Console,
+    *,
+    in_flight: tuple[int, ...] = IN_FLIGHT,
+    modes: tuple[Mode, ...] = MODES,
+    has_model: bool = False,
 ) -> list[dict]:
     """Measure each mode with each number of requests in flight, print one table, and return its rows."""
     rows = []
-    with _serving() as server:
+    with _serving(has_model) as server:
         for mode in modes:
             for count in in_flight:
-                rows.append(server.measure(mode, count, seconds))
+                rows.append(server.measure(mode, count, seconds) | {"has_model": has_model})
     _print(rows, console)
     return rows
+
+
+def run_with_model(seconds: float, console: Console) -> list[dict]:
+    """Measure plain answers, and answers with records, of an engine with a tiny model."""
+    modes = tuple(mode for mode in MODES if mode.name in ("ids", "records"))
+    return run(seconds, console, in_flight=MODEL_IN_FLIGHT, modes=modes, has_model=True)
 
 
 class _Server:
@@ -86,7 +104,8 @@ class _Server:
     def __init__(self, port: int, pid: int) -> None:
         self._port, self._pid = port, pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (self._engine_pid,) = [int(each) for each in children if WORKER in Path(f"/proc/{each}/cmdline").read_text()]
+        lines = {int(each): Path(f"/proc/{each}/cmdline").read_text() for each in children}
+        (self._engine_pid,) = [each for each, line in lines.items() if any(name in line for name in WORKERS)]
 
     def measure(self, mode: Mode, in_flight: int, seconds: float) -> dict[str, Any]:
         """Return one row: rates, CPU time and latencies."""
@@ -131,12 +150,14 @@ class _Server:
 
 
 @contextmanager
-def _serving() -> Iterator[_Server]:
+def _serving(has_model: bool) -> Iterator[_Server]:
+    folder = cached_checkpoint("front", TINY) if has_model else checkpoint("S")
+    program = ("-m", "rollout.cli.main") if has_model else ("-m", WORKERS[0])
     with tempfile.TemporaryDirectory(prefix="lockstep-front-") as scratch:
         port = free_port()
-        words = ["--model-path", str(checkpoint("S")), "--port", str(port), "--log-level", "warning"]
+        words = ["--model-path", str(folder), "--port", str(port), "--log-level", "warning"]
         words += ["--enable-return-routed-experts"]
-        command = ["env", f"PYTHONPATH={HERE}", sys.executable, "-m", WORKER, "serve", *words]
+        command = ["env", f"PYTHONPATH={HERE}", sys.executable, *program, "serve", *words]
         with (
             ChildProcess("server", command, Path(scratch) / "server.log") as process,
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False) as http,
@@ -172,7 +193,7 @@ def _health_probe(port: int) -> Iterator[list[float]]:
 
 def _request(mode: Mode) -> str:
     rng = random.Random(1)
-    ids = [rng.randrange(256, SHAPES["S"].vocab_size) for _ in range(PROMPT_TOKENS)]
+    ids = [rng.randrange(256, TINY.vocab_size) for _ in range(PROMPT_TOKENS)]
     prompt = {"text": "The model counts from one to four here. " * 4} if mode.is_text else {"input_ids": ids}
     body = json.dumps(prompt | {"sampling_params": SAMPLING} | mode.fields)
     return (
@@ -186,9 +207,10 @@ def _percentile(values: list[float], share: float) -> float:
 
 
 def _print(rows: list[dict], console: Console) -> None:
+    behind = "a tiny model" if rows[0]["has_model"] else "an engine without a model, a step each ms"
     table = Table(
-        title=f"The front without a model: {PROMPT_TOKENS} prompt tokens, {NEW_TOKENS} new ones, a step of the engine "
-        f"each ms, {os.cpu_count()} cores for front, engine and client"
+        title=f"The front before {behind}: {PROMPT_TOKENS} prompt tokens, {NEW_TOKENS} new ones, {os.cpu_count()} "
+        "cores for front, engine and client"
     )
     columns = ("mode", "in flight", "requests/s", "tokens/s", "front us/request", "us/token", "one core: requests/s")
     for column in (*columns, "tokens/s", "client us", "bytes", "p50 ms", "p99 ms", "/health p50 ms", "p99 ms"):
@@ -213,9 +235,10 @@ def _print(rows: list[dict], console: Console) -> None:
 
 
 def main() -> None:
-    """Measure one mode by itself: `python -m benchmarks.front MODE IN_FLIGHT SECONDS`."""
-    chosen = tuple(mode for mode in MODES if mode.name == sys.argv[1])
-    run(float(sys.argv[3]), Console(width=220), in_flight=(int(sys.argv[2]),), modes=chosen)
+    """Measure one mode by itself: `python -m benchmarks.front MODE IN_FLIGHT SECONDS [model]`."""
+    name, count, seconds, *rest = sys.argv[1:]
+    chosen = tuple(mode for mode in MODES if mode.name == name)
+    run(float(seconds), Console(width=220), in_flight=(int(count),), modes=chosen, has_model=rest == ["model"])
 
 
 if __name__ == "__main__":

@@ -159,6 +159,7 @@ def main() -> None:
         rows += drafts.run(drafts.TRAINED, args.batches, args.rounds, args.new_tokens, console)
     if "front" in args.only:
         rows += front.run(front.SECONDS, console)
+        rows += front.run_with_model(front.SECONDS, console)
     if "fingerprint" in args.only:
         rows += fingerprint.run(FINGERPRINT_BYTES, args.rounds, console)
     if "spans" in args.only:
