@@ -265,8 +265,7 @@ class RecordReader:
 
         Returns None if it never held any.
         """
-        known = [epoch for epoch in (self.oldest_epoch_held(req), req.oldest_epoch) if epoch is not None]
-        return min(known, default=None)
+        return _oldest(self._kv_pool.epochs(self._slots(req)), req)
 
     def output(self, req: Req) -> ReqOutput:
         """Return the tokens since the last call, and the finished record once `req.finished` is set."""
@@ -298,7 +297,7 @@ class RecordReader:
     def _finished(self, req: Req, reason: FinishReason) -> FinishedRecord:
         slots = self._slots(req)
         epochs = self._kv_pool.epochs(slots)
-        oldest, times = self.oldest_epoch_used(req), req.times
+        oldest, times = _oldest(epochs, req), req.times
         return FinishedRecord(
             reason=reason,
             since_first_token_s=0.0 if times.first_token is None else time.monotonic() - times.first_token,
@@ -359,13 +358,23 @@ class RecordReader:
         """Return runs of equal epochs as half-open spans over the rows given."""
         if not len(epochs):
             return []
+        version_of, first = self._state.version_of, int(epochs[0])
+        if (epochs == first).all():  # no refresh came in between
+            return [VersionSpan(version_of(first), 0, len(epochs), first)]
         ends = [*(np.flatnonzero(epochs[1:] != epochs[:-1]) + 1).tolist(), len(epochs)]
         starts = [0, *ends[:-1]]
-        version_of = self._state.version_of
         return [
             VersionSpan(version_of(epoch), start, end, epoch)
             for epoch, start, end in zip(epochs[starts].tolist(), starts, ends)
         ]
+
+
+def _oldest(epochs: np.ndarray, req: Req) -> int | None:
+    """Return the oldest of the epochs of the KV that `req` holds and of what it gave up; None if it never held any."""
+    known = [] if req.oldest_epoch is None else [req.oldest_epoch]
+    if len(epochs):
+        known.append(int(epochs.min()))
+    return min(known, default=None)
 
 
 def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
