@@ -52,6 +52,8 @@ class IncrementalDetokenizer:
 
     def _text_of(self, context: list[int], ids: list[int]) -> str:
         """Return the text that `ids` add to the text of `context`."""
+        if not context:
+            return self._decode(ids)
         return self._decode(context + ids)[len(self._decode(context)) :]
 
     def _settle(self, count: int, rest: str) -> None:
