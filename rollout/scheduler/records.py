@@ -370,7 +370,10 @@ class RecordReader:
 
 
 def _oldest(epochs: np.ndarray, req: Req) -> int | None:
-    """Return the oldest of the epochs of the KV that `req` holds and of what it gave up; None if it never held any."""
+    """Return the oldest weight epoch of the KV that `req` holds or gave up; None if it never held any.
+
+    `epochs` are of the KV that it holds.
+    """
     known = [] if req.oldest_epoch is None else [req.oldest_epoch]
     if len(epochs):
         known.append(int(epochs.min()))

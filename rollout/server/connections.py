@@ -102,7 +102,7 @@ class BoundedServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _close_overdue(self) -> None:
-        """Look at the next connections, and close the overdue ones."""
+        """Check the next connections, and close the overdue ones."""
         if not self._unswept:
             self._unswept = list(self.server_state.connections)  # type: ignore[arg-type]
             self._swept_at_once = -(-len(self._unswept) // SWEEP_TICKS)

@@ -69,7 +69,7 @@ def test_sockets_that_are_not_read_do_not_hide_the_others() -> None:
 
 
 class Client:
-    """A connection: `seconds_sending` is what the server is told."""
+    """A connection that has been sending for some seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.num_looks, self.transport = seconds, 0, self
