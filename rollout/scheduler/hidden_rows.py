@@ -26,7 +26,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class HiddenPart(NamedTuple):
-    """The rows [n, L, D] of a request in a step, of the tokens from position `first` on."""
+    """The rows [n, L, D] of a request in a step, of the tokens from position `first` on; D is 0 without numbers."""
 
     req: Req
     first: int
@@ -36,11 +36,13 @@ class HiddenPart(NamedTuple):
 class HiddenRows:
     """Finds the layers whose hidden states the requests of a step want, and takes the rows of each request.
 
-    Ranks that share tokens all have one, and decide the same.
+    Ranks that share tokens all have one, and decide the same.  Only one of them answers.  The others count rows, and
+    keep none of their numbers.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, *, answers: bool = True) -> None:
         self._final = num_layers  # the number of the states after the final norm
+        self._answers = answers
         self._of_decodes: tuple[int, frozenset[int]] = (-1, _NONE)  # generation of the decode batch, and its layers
 
     def wanted(self, plan: StepPlan) -> frozenset[int]:
@@ -67,8 +69,13 @@ class HiddenRows:
             known = 0 if record is None else max(record.next_position - start, 0)
             if record is None or known >= count:
                 continue
-            of_layers = [self._states(layer, hidden_TD, kept)[begin + known : end] for layer in record.params.layers]
-            parts.append(HiddenPart(req, start + known, torch.stack(of_layers, 1)))
+            layers = record.params.layers
+            if self._answers:
+                of_layers = [self._states(layer, hidden_TD, kept)[begin + known : end] for layer in layers]
+                rows_nLD = torch.stack(of_layers, 1)
+            else:
+                rows_nLD = hidden_TD.new_empty((count - known, len(layers), 0))
+            parts.append(HiddenPart(req, start + known, rows_nLD))
         return parts
 
     def _states(self, layer: int, hidden_TD: torch.Tensor, kept: LayerStates | None) -> torch.Tensor:

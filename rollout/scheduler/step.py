@@ -78,7 +78,9 @@ class StepRunner:
         self._generation = -1
         self._decode_adapters: tuple[int, torch.Tensor | None] = (-1, None)  # of that generation's requests
         self._unfinished: InFlight | None = None  # the step that was launched last
-        self._hidden = HiddenRows(runner.state.model.config.num_hidden_layers)
+        model = runner.state.model
+        answers = model.parallel.position.is_dp_leader
+        self._hidden = HiddenRows(model.config.num_hidden_layers, answers=answers)
         self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests replays routes
 
     @property

@@ -12,6 +12,8 @@ import pytest
 from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.pooling import PoolingParams
 from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
+from rollout.scheduler.hidden_rows import HiddenRows
+from rollout.scheduler.scheduler import Scheduler
 from tests.head_zoo import headed_checkpoint
 from tests.late_loop import overlap
 from tests.model_zoo import tiny_checkpoint
@@ -35,6 +37,7 @@ IN_GATE = ("tp2", "dp2 of tp2")
 LAYERS = HiddenStatesParams(layers=(0, 2, 3, 1))
 POOLED = [PoolingParams(kind=kind) for kind in ("last", "mean", "cls", "all")]
 SCORED = [PoolingParams(scores=True), PoolingParams(kind="all", scores=True)]
+SIZE = 48
 CLOSE = {"rtol": 0.0, "atol": 1e-10}  # float64; steps of other sizes round the last bits in another way
 
 
@@ -93,6 +96,57 @@ def test_every_layout_gives_the_rows_of_one_rank(
                 if wants:
                     np.testing.assert_allclose(rows_of(got), rows_of(want), **CLOSE)
         harness.check_idle()
+
+
+def kept(harness: ParallelHarness) -> list[tuple[bool, dict[str, tuple[int, int]]]]:
+    """Return of each rank whether it answers, and the rows and bytes that it keeps of each request."""
+
+    def look(scheduler: Scheduler) -> tuple[bool, dict[str, tuple[int, int]]]:
+        records = {req.rid: req.output.hidden for req in scheduler.queues.all()}
+        sizes = {rid: (record.num_rows, len(record.data)) for rid, record in records.items() if record is not None}
+        return scheduler.parallel.position.is_dp_leader, sizes
+
+    return harness.on_each(look)
+
+
+def require_one_keeper(harness: ParallelHarness) -> None:
+    """Raise `AssertionError` unless all ranks count rows, and only the ones that answer keep their numbers."""
+    sizes = kept(harness)
+    answering: dict[str, tuple[int, int]] = {}
+    for answers, of_rank in sizes:
+        answering |= of_rank if answers else {}
+    assert len(answering) == len(PROMPTS)
+    for answers, of_rank in sizes:
+        for rid, (num_rows, num_bytes) in of_rank.items():
+            assert num_rows == answering[rid][0] > 0
+            assert num_bytes == (num_rows * len(LAYERS.layers) * SIZE * 8 if answers else 0)
+
+
+@pytest.mark.parametrize("name", [*IN_GATE, pytest.param("dp2 of tp4 all-to-all", marks=pytest.mark.full)])
+def test_only_the_rank_that_answers_keeps_rows(name: str, folder: Path) -> None:
+    with ParallelHarness(folder, chunked_prefill_size=128, **LAYOUTS[name]) as harness:
+        for index, prompt in enumerate(PROMPTS):
+            params = {"max_new_tokens": 20, "ignore_eos": True}
+            harness.submit(prompt, params=params, hidden_states=LAYERS, dp_rank=index % harness.num_dp_ranks)
+        for _ in range(5):
+            harness.tick()
+        require_one_keeper(harness)
+        harness.run()
+        harness.check_idle()
+
+
+@pytest.mark.mutant
+def test_a_rank_that_keeps_rows_in_vain_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = HiddenRows.__init__
+    monkeypatch.setattr(HiddenRows, "__init__", lambda self, num_layers, answers: begin(self, num_layers))
+    with ParallelHarness(folder, chunked_prefill_size=128, tp_size=2) as harness:
+        for prompt in PROMPTS:
+            harness.submit(prompt, params={"max_new_tokens": 20, "ignore_eos": True}, hidden_states=LAYERS)
+        for _ in range(5):
+            harness.tick()
+        with pytest.raises(AssertionError):
+            require_one_keeper(harness)
+        harness.run()
 
 
 # --- heads and pooling -------------------------------------------------------------------------------------------
