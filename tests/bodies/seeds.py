@@ -77,6 +77,10 @@ OPENAI = {
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 RERANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
+RERANK_BODIES = [
+    {"query": "a", "documents": ["b", "c"], "top_n": 1},
+    {"query": "a", "documents": [[{"type": "text", "text": "b"}], {"text": "c"}], "answer_format": "list"},
+]
 MESSAGES_BODY: dict[str, Any] = {
     "max_tokens": 3, "system": [{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}],
     "messages": [
@@ -301,7 +305,7 @@ def _score_seeds() -> dict[str, list[Body]]:
         "/encode": [*ids],
         **{path: [{"input": ["a"]}, *ids] for path in ("/classify", "/v1/classify")},
         **{path: [labels, *pairs] for path in ("/score", "/v1/score")},
-        **{path: [{"query": "a", "documents": ["b", "c"], "top_n": 1}] for path in RERANKS},
+        **{path: RERANK_BODIES for path in RERANKS},
     }
 
 

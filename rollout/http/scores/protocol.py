@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rollout.core.errors import BadRequest
-from rollout.core.known_fields import UNSUPPORTED_GENERATE_FIELDS
+from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.known_fields import UNSUPPORTED_GENERATE_FIELDS, shown
 from rollout.core.messages.pooling import PoolingParams
 from rollout.http.generation import AnyGeneration, Count
 from rollout.http.protocol import TokenIds
@@ -16,6 +16,7 @@ from rollout.tokenizer_manager.request import MAX_BATCH, GenerateReqInput
 
 Input = Annotated[str | list[str] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
 Texts = str | list[str]
+Content = Annotated[str | dict[str, Any] | list[dict[str, Any]], Field(union_mode="left_to_right")]
 Encoding = Literal["float", "base64"]
 OneRow = Literal["last", "mean", "cls"]
 
@@ -152,17 +153,50 @@ class ScoreRequest(ScoreBody):
 
 
 class RerankRequest(ScoreBody):
-    """POST /v1/rerank.  `top_n`: the number of documents to answer with, 0 for all."""
+    """POST /v1/rerank.  `top_n`: the number of documents to answer with, 0 for all.
 
-    query: str
-    documents: list[str]
+    Texts may come as objects: Jina's and Cohere's `{"text"}`, or SGLang's and vLLM's lists of content parts.
+    `answer_format`: `results` in an object, as Jina, Cohere and vLLM have them, or SGLang's bare `list`.  Bodies
+    of both are the same, so the client names the form.  The numbers of a list are the model's own, as in SGLang.
+    """
+
+    query: Content
+    documents: list[Content]
     top_n: Count = 0
     return_documents: bool = True
-    use_activation: bool = True
+    use_activation: bool | None = None
+    answer_format: Literal["results", "list"] = "results"
 
-    def pairs(self) -> list[tuple[str, str]]:
-        """Return the query with each document.  Raises `BadRequest`."""
-        return _pairs(self.query, self.documents)
+    @property
+    def activates(self) -> bool:
+        """True if scores go through the activation of the model's labels."""
+        return self.answer_format == "results" if self.use_activation is None else self.use_activation
+
+    def texts(self) -> list[str]:
+        """Return the documents as texts.  Raises `BadRequest`, and `UnsupportedFeature` for media."""
+        return [_text_of(each, f"documents[{index}]") for index, each in enumerate(self.documents)]
+
+    def pairs(self, texts: list[str]) -> list[tuple[str, str]]:
+        """Return the query with each document.  Raises as `texts` does."""
+        return _pairs(_text_of(self.query, "query"), texts)
+
+
+def _text_of(content: str | dict[str, Any] | list[dict[str, Any]], place: str) -> str:
+    """Return the text of a query or a document, parts of it with spaces between them, as SGLang joins them.
+
+    Raises `BadRequest`, and `UnsupportedFeature` for media.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind, text = part.get("type", "text"), part.get("text")
+        if kind != "text":
+            raise UnsupportedFeature(f"{place} has a part of the type {shown(str(kind))}; this server reads text only")
+        if not isinstance(text, str):
+            raise BadRequest(f"{place} has a part without text")
+        texts.append(text)
+    return " ".join(texts)
 
 
 def _pairs(first: Texts, second: Texts) -> list[tuple[str, str]]:

@@ -124,17 +124,24 @@ class ScoreRoutes:
         return json_response(head("score", self._name(body), pooled) | {"data": data})
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
-        """Sort documents by their score with a query, best first."""
-        values, pooled = await self._score_pairs(request, body, body.pairs(), body.use_activation)
+        """Sort documents by their score with a query, best first, in vLLM's form or in SGLang's."""
+        texts = body.texts()
+        values, pooled = await self._score_pairs(request, body, body.pairs(texts), body.activates)
         best = sorted(range(len(values)), key=lambda index: -values[index])[: body.top_n or None]
 
-        def entry(index: int) -> dict[str, Any]:
-            document = {"document": {"text": body.documents[index]}} if body.return_documents else {}
+        def result(index: int) -> dict[str, Any]:
+            document = {"document": {"text": texts[index]}} if body.return_documents else {}
             return {"index": index, **document, "relevance_score": values[index]}
 
-        entries, size = [partial(entry, index) for index in best], sum(map(len, body.documents))
-        content = await encoded(head("rerank", self._name(body), pooled), "results", entries, size)
-        return Response(content, media_type="application/json")
+        def listed(index: int) -> dict[str, Any]:
+            document = {"document": texts[index]} if body.return_documents else {}
+            meta = pooled[index].native["meta_info"] if self._classifies else None  # else of texts, not of pairs
+            return {"score": values[index], **document, "index": index, "meta_info": meta}
+
+        is_list, size = body.answer_format == "list", sum(map(len, texts))
+        before = None if is_list else head("rerank", self._name(body), pooled)
+        entries = [partial(listed if is_list else result, index) for index in best]
+        return Response(await encoded(before, "results", entries, size), media_type="application/json")
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +198,7 @@ class ScoreRoutes:
 
         Raises `UnsupportedFeature` for a classifier of several labels, or of tokens.
         """
-        if isinstance(self._manager.model_config.head, LabelsSpec):
+        if self._classifies:
             self._require_sequences()
             if len(self._labels().labels) != 1:
                 raise UnsupportedFeature(
@@ -237,6 +244,10 @@ class ScoreRoutes:
                 "metadata": {"weight_version": meta["weight_version"]},
             }
         )
+
+    @property
+    def _classifies(self) -> bool:
+        return isinstance(self._manager.model_config.head, LabelsSpec)
 
     def _require_sequences(self) -> None:
         labels = self._manager.model_config.head

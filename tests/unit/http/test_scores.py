@@ -167,6 +167,46 @@ def test_a_classifier_of_one_label_scores_and_ranks_pairs(reward: Served) -> Non
     assert ranked[0]["relevance_score"] == pytest.approx(max(expected), **CLOSE)
 
 
+def sglangs_clients_code(base_url: str, documents: list[Any], **fields: Any) -> list[tuple[float, str]]:
+    """Return what SGLang's page on rerank models prints: the score and the document of each item of the answer."""
+    data = {"model": "BAAI/bge-reranker-v2-m3", "query": "he", "documents": documents} | fields
+    response_json = httpx.post(f"{base_url}/v1/rerank", json=data).json()
+    return [(item["score"], item["document"]) for item in response_json]
+
+
+def test_rerank_answers_in_sglangs_form_where_the_client_asks_for_it(reward: Served) -> None:
+    texts = ["hello", "END", "lo"]
+    found = sglangs_clients_code(reward.live.url, texts, answer_format="list")
+    raw = reward.post("/v1/score", text_1="he", text_2=texts, use_activation=False)["data"]
+    expected = sorted(((each["score"], texts[each["index"]]) for each in raw), reverse=True)
+    assert found == expected, "the numbers of the model's head, best first"
+    with pytest.raises(TypeError):
+        sglangs_clients_code(reward.live.url, texts)
+    (best,) = reward.post("/v1/rerank", query="he", documents=texts, top_n=1, answer_format="list")
+    assert best.keys() == {"score", "document", "index", "meta_info"} and texts[best["index"]] == expected[0][1]
+    assert best["meta_info"]["weight_version"] == "default" and best["meta_info"]["prompt_tokens"] > 0
+    bare = reward.post("/v1/rerank", query="he", documents=texts, return_documents=False, answer_format="list")
+    assert [each.keys() for each in bare] == [{"score", "index", "meta_info"}] * 3
+    sigmoid = reward.post("/v1/rerank", query="he", documents=texts, use_activation=True, answer_format="list")
+    results = reward.post("/v1/rerank", query="he", documents=texts, top_n=None)["results"]
+    assert [each["score"] for each in sigmoid] == [each["relevance_score"] for each in results]
+
+
+@pytest.mark.parametrize("form", ["list", "results"])
+@pytest.mark.parametrize("name", ["reward", "causal"])
+def test_rerank_reads_texts_in_every_form(name: str, form: str, request: pytest.FixtureRequest) -> None:
+    served: Served = request.getfixturevalue(name)
+    texts = ["hello END", "END", "lo"]
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "END"}]
+    answers = []
+    for query, documents in (("he", texts), ([{"type": "text", "text": "he"}], [parts, {"text": "END"}, "lo"])):
+        answer = served.post("/v1/rerank", query=query, documents=documents, answer_format=form)
+        entries = answer if form == "list" else answer["results"]
+        answers.append([{key: value for key, value in each.items() if key != "meta_info"} for each in entries])
+        assert form == "results" or [each["meta_info"] is None for each in entries] == [name == "causal"] * 3
+    assert answers[0] == answers[1] and len(answers[0]) == 3
+
+
 def test_other_models_score_pairs_by_the_cosine(causal: Served) -> None:
     texts = ["hello", "END"]
     query = embedding(causal, causal.ids("he"))
@@ -230,6 +270,10 @@ def test_a_model_is_asked_only_for_what_its_head_can_do(classifier: Served, tagg
         ("/v1/score", {"query": "a", "items": ["b"]}),
         ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [999]}),
         ("/v1/rerank", {"query": "a", "documents": []}),
+        ("/v1/rerank", {"query": "a", "documents": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        ("/v1/rerank", {"query": "a", "documents": [[{"type": "text"}]]}),
+        ("/v1/rerank", {"query": {"text": 5}, "documents": ["a"]}),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "answer_format": "object"}),
     ],
 )
 def test_bodies_that_ask_for_nothing_sensible_are_refused(causal: Served, path: str, body: dict[str, Any]) -> None:
