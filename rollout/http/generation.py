@@ -94,6 +94,14 @@ def common_fields(body: CommonFields, headers: Mapping[str, str]) -> dict[str, A
     }
 
 
+def check_resumable(rid: str | None, *, stream: bool) -> None:
+    """Check that a request whose stream is to outlive its connection has a stream and a name.  Raises `BadRequest`."""
+    if not stream:
+        raise BadRequest("resumable needs stream: true")
+    if not rid:
+        raise BadRequest("a resumable stream needs a rid of its own, by which its client asks for the rest")
+
+
 def _rank_in(headers: Mapping[str, str]) -> int | None:
     """Return the data-parallel rank that the headers name.  Raises `BadRequest`."""
     rank = headers.get(RANK_HEADER)

@@ -344,7 +344,7 @@ class SseResponse(StreamingResponse):
         self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None], form: SseForm | None = None
     ) -> None:
         """Wrap the generator.  `on_close` is called however the stream ends, also when it never began."""
-        self._framed = _framed(events, form or _DATA_EVENTS)
+        self._framed = framed(events, form or DATA_EVENTS)
         self._on_close = on_close
         super().__init__(self._framed, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -357,7 +357,8 @@ class SseResponse(StreamingResponse):
             self._on_close()
 
 
-async def _framed(events: AsyncGenerator[bytes, None], form: SseForm) -> AsyncGenerator[bytes, None]:
+async def framed(events: AsyncGenerator[bytes, None], form: SseForm) -> AsyncGenerator[bytes, None]:
+    """Yield the events with their frames, then the end of the form.  An error becomes the last event."""
     async with contextlib.aclosing(events):
         try:
             async for event in events:
@@ -381,4 +382,4 @@ def _error_event(error: Exception) -> bytes:
     return b"data: " + encode_json({"error": content}) + b"\n\n"
 
 
-_DATA_EVENTS = SseForm(b"data: ", b"\n\n", _error_event, b"data: [DONE]\n\n")
+DATA_EVENTS = SseForm(b"data: ", b"\n\n", _error_event, b"data: [DONE]\n\n")

@@ -47,6 +47,7 @@ from rollout.http.known_lists import KnownLists
 from rollout.http.metrics.metrics import Metrics
 from rollout.http.native.generate import GenerateRoutes
 from rollout.http.native.info import InfoRoutes
+from rollout.http.native.resumable import ResumableStreams
 from rollout.http.native.short_generate import ShortGenerate
 from rollout.http.native.tokenize import TokenizeRoutes
 from rollout.http.openai.chats import Chats
@@ -118,13 +119,18 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         RpcRoutes(verbs, vllm_weights, vllm_control, num_ranks(args)).router(),
         ArealRoutes(verbs, weights, vllm_control, args).router(),
     ]
+    streams = ResumableStreams()
+    metrics.held.watch(
+        kept_streams=lambda: len(streams.kept),
+        kept_stream_bytes=lambda: streams.kept_bytes,
+    )
     open_to_clients = [
-        GenerateRoutes(manager).router(),
+        GenerateRoutes(manager, streams).router(),
         TokenizeRoutes(manager).router(),
-        OpenAIRoutes(manager, chats).router(),
+        OpenAIRoutes(manager, chats, streams).router(),
         AnthropicRoutes(manager, chats).router(),
-        ResponsesRoutes(manager, chats).router(),
-        VllmGenerateRoutes(manager).router(),
+        ResponsesRoutes(manager, chats, streams).router(),
+        VllmGenerateRoutes(manager, streams).router(),
         RenderRoutes(manager, chats).router(),
         ScoreRoutes(manager).router(),
         InfoRoutes(manager, metrics).router(),

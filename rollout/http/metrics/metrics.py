@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.http.metrics.experts import ExpertMetrics
+from rollout.http.metrics.held import HeldMetrics
 from rollout.http.metrics.tallies import Tallies, Tally
 from rollout.http.metrics.weights import WeightMetrics
 from rollout.http.sessions import SessionBook
@@ -179,6 +180,7 @@ class Metrics:
         self._experts = ExpertMetrics(model_name)
         self._registry.register(self._experts)
         self._weights = WeightMetrics(model_name, self._registry)
+        self.held = HeldMetrics(model_name, self._registry)
         ProcessCollector(registry=self._registry)  # memory, files and start of the process that serves HTTP
         self.sessions = SessionBook(model_name, self._registry)
 

@@ -89,10 +89,14 @@ class GenerateRequest(AnyGeneration):
 
 
 class ResumeRequest(Body):
-    """POST /generate/resume.  `from_token`: the first token of every sample, or a list with one of each."""
+    """POST /generate/resume.  `from_token`: the first token of every sample, or a list with one of each.
+
+    `from_event`: the number of the first event, for a stream of another door.
+    """
 
     rid: str
-    from_token: Count | list[Count] = 0
+    from_token: Count | list[Count] | None = None
+    from_event: Count | None = None
 
 
 _OF_STREAMS = {"stream_format", "resumable"}
@@ -181,9 +185,9 @@ ResumeBody = Annotated[ResumeRequest, Depends(json_body(ResumeRequest))]
 class GenerateRoutes:
     """SGLang's native endpoint for tokens, and the rest of a stream whose connection was lost."""
 
-    def __init__(self, manager: TokenizerManager) -> None:
+    def __init__(self, manager: TokenizerManager, streams: ResumableStreams) -> None:
         self._manager = manager
-        self.streams = ResumableStreams()
+        self._streams = streams
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=NamingRoute, tags=["native"])
@@ -210,11 +214,15 @@ class GenerateRoutes:
         return Parts(parts, is_list=is_list, is_binary=wanted.is_binary)
 
     async def resume(self, request: Request, body: ResumeBody) -> Response:
-        """Answer with the stream of a resumable request from token `from_token` on, until its end.
+        """Answer with the stream of a resumable request from a token on, or from an event on, until its end.
 
         A connection that still reads the stream ends with an error: a stream has one reader.
         """
-        stream, first = self.streams.resume(body.rid, body.from_token)
+        if body.from_event is not None:
+            if body.from_token is not None:
+                raise BadRequest("give either from_token or from_event")
+            return self._streams.resume_events(body.rid, body.from_event)
+        stream, first = self._streams.resume(body.rid, body.from_token or 0)
         return self._response(stream, first)
 
     async def _stream(self, body: GenerateRequest | PlainGenerate, wanted: GenerateReqInput) -> Response:
@@ -224,7 +232,7 @@ class GenerateRoutes:
         first = [0] * len(handle.records)
         if body.resumable:
             assert isinstance(body.rid, str), "checked by to_request"
-            stream = self.streams.begin(body.rid, handle, is_incremental=body.is_incremental)
+            stream = self._streams.begin(body.rid, handle, is_incremental=body.is_incremental)
             return self._response(stream, first)
         outputs = handle.tails(first) if body.is_incremental else handle.stream()
         return SseResponse(_events(handle, outputs), on_close=handle.abort)
@@ -240,7 +248,7 @@ class GenerateRoutes:
                     yield event
             stream.is_sent = True
 
-        return SseResponse(events(), on_close=functools.partial(self.streams.leave, stream, stream.reader))
+        return SseResponse(events(), on_close=functools.partial(self._streams.leave, stream, stream.reader))
 
     async def _answer(
         self, wanted: GenerateReqInput, note_passed: Callable[[GenerateHandle], None] | None

@@ -3,17 +3,22 @@
     POST /generate, resumable ---> read ---> connection lost ---> kept ---> POST /generate/resume ---> read ...
                                                                '---> over a limit, or too old: aborted and forgotten
 
-A server cannot tell whether a client has read the end of a stream.  So a stream that was sent to its end is kept, too.
+The rest of a stream of /generate is made of its tokens.  Streams of other doors have logs of events.  A server cannot
+tell whether a client has read the end of a stream.  So a stream that was sent to its end is kept, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout.core.errors import NotFound
+from rollout.core.errors import BadRequest, NotFound
+from rollout.http.io import DATA_EVENTS, SseForm, SseResponse
+from rollout.http.native.event_log import EventLog
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.sample import SampleRecord
 
@@ -36,12 +41,13 @@ class ResumableStream:
 
     `reader`: the number of its last connection, which took it over from the ones before.  `is_read`: that one has not
     ended.  `is_sent`: to its end, once.  `kept_since`: when the last reader left, in seconds of the monotonic clock;
-    `num_bytes`: of its records then, or later.
+    `num_bytes`: of its records and its log then, or later.  `log`: its events; None for a stream of /generate.
     """
 
     rid: str
     handle: GenerateHandle
-    is_incremental: bool
+    is_incremental: bool = False
+    log: EventLog | None = None
     reader: int = 1
     is_read: bool = True
     is_sent: bool = False
@@ -58,10 +64,11 @@ class ResumableStream:
         return self.num_samples > MAX_KEPT_SAMPLES or self.num_bytes > MAX_KEPT_BYTES
 
     def measure(self) -> None:
-        """Set `num_bytes` to what its records take, roughly.  Samples share the parts of a request."""
+        """Set `num_bytes` to what records and log take, roughly.  Samples share the parts of a request."""
         records = self.handle.records
         shared = {id(part): size for record in records for part, size in _request_parts(record)}
         self.num_bytes = sum(map(_record_bytes, records)) + sum(shared.values())
+        self.num_bytes += 0 if self.log is None else self.log.num_bytes
 
 
 class ResumableStreams:
@@ -76,21 +83,62 @@ class ResumableStreams:
         stream = self._streams[rid] = ResumableStream(rid, handle, is_incremental)
         return stream
 
+    def begin_events(
+        self,
+        rid: str,
+        handle: GenerateHandle,
+        events: AsyncGenerator[bytes, None],
+        form: SseForm = DATA_EVENTS,
+        *,
+        shows_numbers: bool = True,
+    ) -> SseResponse:
+        """Take in a request as `begin` does, whose stream has these events; return the answer to its first reader."""
+        log = EventLog(events, form, shows_numbers=shows_numbers)
+        stream = self._streams[rid] = ResumableStream(rid, handle, log=log)
+        return self._from_event(stream, log, 0)
+
+    def resume_events(self, rid: str, number: int) -> SseResponse:
+        """Give a stream that has a log a new reader, and return the answer to it, from event `number` on.
+
+        Raises `NotFound`, and `BadRequest` for an event that is not there or for a stream of /generate.
+        """
+        stream = self._known(rid)
+        if stream.log is None:
+            raise BadRequest("a stream of /generate goes on from a token: ask with from_token")
+        stream.log.require(number)
+        stream.reader, stream.is_read = stream.reader + 1, True
+        return self._from_event(stream, stream.log, number)
+
+    def _from_event(self, stream: ResumableStream, log: EventLog, number: int) -> SseResponse:
+        async def events() -> AsyncGenerator[bytes, None]:
+            async with contextlib.aclosing(log.read(number)) as inner:
+                async for event in inner:
+                    yield event
+            stream.is_sent = True
+
+        return SseResponse(events(), functools.partial(self.leave, stream, stream.reader), log.form)
+
     def resume(self, rid: str, from_token: int | Sequence[int]) -> tuple[ResumableStream, list[int]]:
         """Give a stream a new reader, and return it with the first token of each sample.
 
         Raises `NotFound` for a name that is not known, `BadRequest` for tokens that do not exist yet.
         """
+        stream = self._known(rid)
+        if stream.log is not None:
+            raise BadRequest("this stream goes on from an event: ask with from_event")
+        first = [from_token] * stream.num_samples if isinstance(from_token, int) else list(from_token)
+        stream.handle.require_tokens(first)
+        stream.reader, stream.is_read = stream.reader + 1, True
+        return stream, first
+
+    def _known(self, rid: str) -> ResumableStream:
         stream = self._streams.get(rid)
         if stream is None:
             raise NotFound(
                 f"no stream of {rid[:200]!r} is kept: it was not resumable, or its client was away for over "
                 f"{KEPT_S:.0f} s. Send the request again"
             )
-        first = [from_token] * stream.num_samples if isinstance(from_token, int) else list(from_token)
-        stream.handle.require_tokens(first)
-        stream.reader, stream.is_read = stream.reader + 1, True
-        return stream, first
+        return stream
 
     def leave(self, stream: ResumableStream, reader: int) -> None:
         """Note that a reader's connection has ended.  If it was the last reader, the stream is kept for a while.
@@ -100,6 +148,8 @@ class ResumableStreams:
         if reader == stream.reader:
             stream.is_read = False
             stream.kept_since = time.monotonic()
+            if stream.log is not None:
+                stream.log.run_on()
             stream.measure()
             self._forget_excess()
             self._sweep_later()
@@ -108,6 +158,11 @@ class ResumableStreams:
     def kept(self) -> list[ResumableStream]:
         """The streams without a reader."""
         return [stream for stream in self._streams.values() if not stream.is_read]
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of these, as they were measured last."""
+        return sum(stream.num_bytes for stream in self.kept)
 
     def _forget_excess(self) -> None:
         """Forget streams while they are over a limit.

@@ -14,7 +14,14 @@ from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import HARMLESS_OPENAI_FIELDS, UNSUPPORTED_GENERATE_FIELDS
 from rollout.core.sampling_params import SamplingLogprobsMode
 from rollout.http.chat_messages import plain_messages, template_variables
-from rollout.http.generation import AnyGeneration, Count, RecordFields, SamplingFields, StreamOptions
+from rollout.http.generation import (
+    AnyGeneration,
+    Count,
+    RecordFields,
+    SamplingFields,
+    StreamOptions,
+    check_resumable,
+)
 from rollout.http.protocol import FreeForm, FreeObject, Messages, TokenIds, Tools
 from rollout.tokenizer_manager.request import FILL_CONTEXT, GenerateReqInput
 
@@ -42,6 +49,12 @@ class OpenAIRequest(SamplingFields, RecordFields, AnyGeneration):
     return_prompt_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     prior_output_tokens: Count = 0
+    resumable: bool = False
+
+    @property
+    def name(self) -> str | None:
+        """The id that the client chose for the request."""
+        return self.rid or self.request_id
 
     @property
     def wants_prompt_token_ids(self) -> bool:
@@ -61,13 +74,15 @@ class OpenAIRequest(SamplingFields, RecordFields, AnyGeneration):
         """
         if self.return_sampling_mask and not self.has_record:
             raise BadRequest("return_sampling_mask requires return_meta_info=true or return_token_record=true")
+        if self.resumable:
+            check_resumable(self.name, stream=self.stream)
         logprobs = self.engine_logprobs(0 if num_top is None and self.has_record else num_top, stream=self.stream)
         return (
             self.common_fields(headers)
             | logprobs
             | {
                 "sampling_params": self.engine_sampling(max_new_tokens),
-                "rid": self.rid or self.request_id,
+                "rid": self.name,
                 "model": self.model,
                 "return_text_in_logprobs": num_top is not None and not self.return_tokens_as_token_ids,
                 "return_routed_experts": self.return_routed_experts,

@@ -19,6 +19,7 @@ from rollout.core.errors import NotFound, TooLarge
 from rollout.http.answers import Native, ignored_fields
 from rollout.http.direct import DirectRoute
 from rollout.http.io import SseResponse, body_schema, json_body, json_response, until_disconnect
+from rollout.http.native.resumable import ResumableStreams
 from rollout.http.openai import format as fmt
 from rollout.http.openai.chats import Chats
 from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
@@ -35,9 +36,10 @@ ChoiceOf = Callable[[fmt.ChoiceCursor, int, Native], dict[str, Any]]
 class OpenAIRoutes:
     """OpenAI's endpoints with SGLang's additions for RL."""
 
-    def __init__(self, manager: TokenizerManager, chats: Chats) -> None:
+    def __init__(self, manager: TokenizerManager, chats: Chats, streams: ResumableStreams) -> None:
         self._manager = manager
         self._chats = chats
+        self._streams = streams
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1", route_class=DirectRoute, tags=["openai"])
@@ -105,7 +107,10 @@ class OpenAIRoutes:
     ) -> Response:
         """Return the whole response, or its stream."""
         if body.stream:
-            return SseResponse(self._events(handle, body, object_name, choice_of), on_close=handle.abort)
+            events = self._events(handle, body, object_name, choice_of)
+            if body.resumable and body.name is not None:
+                return self._streams.begin_events(body.name, handle, events)
+            return SseResponse(events, on_close=handle.abort)
         natives = await until_disconnect(request.scope, request.receive, handle.results())
         head = fmt.response_head(object_name, self._model_name(body), int(time.time()), natives[0])
 

@@ -148,6 +148,7 @@ def begun(body: ResponsesRequest, chat: ChatCompletionRequest, rid: str, model: 
         "usage": None,
         "user": body.user,
         "metadata": body.metadata,
+        **({"background": True} if body.background else {}),
     }
 
 

@@ -23,8 +23,8 @@ class ResponsesRequest(SamplingFields, RecordFields, AnyGeneration):
     `input_ids` replaces the rendered items as the prompt.
     """
 
-    unsupported = UNSUPPORTED_GENERATE_FIELDS | {
-        *("background", "conversation", "prompt", "context_management", "moderation", "top_logprobs"),
+    unsupported = (UNSUPPORTED_GENERATE_FIELDS - {"background"}) | {
+        *("conversation", "prompt", "context_management", "moderation", "top_logprobs"),
         *("prompt_logprobs",),
     }
     harmless = HARMLESS_OPENAI_FIELDS | {
@@ -50,6 +50,7 @@ class ResponsesRequest(SamplingFields, RecordFields, AnyGeneration):
     user: str | None = None
     chat_template_kwargs: FreeObject = {}
     rid: str | None = None
+    background: bool = False
 
     def messages(self, before: list[Message]) -> list[Message]:
         """Return the conversation: the messages `before` it, and its own.  Raises `BadRequest`."""
@@ -61,6 +62,8 @@ class ResponsesRequest(SamplingFields, RecordFields, AnyGeneration):
             raise BadRequest(f"n must be 1: an answer holds one response, got {self.n}")
         if self.truncation != "disabled":
             raise UnsupportedFeature("truncation other than disabled is not supported by this server")
+        if self.background and not (self.stream and self.store):
+            raise UnsupportedFeature("background needs stream: true and store: true: this server keeps streams alone")
         unknown = [name for name in self.include if name != SEALED]
         if unknown:
             raise UnsupportedFeature(f"include may not name {shown(unknown[0])}; return_token_record gives the tokens")

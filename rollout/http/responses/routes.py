@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from rollout.core.errors import status_of
@@ -26,6 +26,7 @@ from rollout.http.io import (
     named_event,
     until_disconnect,
 )
+from rollout.http.native.resumable import ResumableStreams
 from rollout.http.openai.chats import Chats
 from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.http.responses.items import Message
@@ -40,7 +41,7 @@ ResponsesBody = Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))
 
 
 class _NumberedEvents:
-    """The events of one stream, which are numbered from 0."""
+    """The events of one stream, which are numbered from 0.  An error is the last one of its reader."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -52,7 +53,8 @@ class _NumberedEvents:
 
     def _error(self, error: Exception) -> bytes:
         message = error_content(error)["message"]
-        return self.event({"type": "error", "code": str(status_of(error)), "message": message, "param": None})
+        content = {"type": "error", "code": str(status_of(error)), "message": message, "param": None}
+        return named_event(content | {"sequence_number": self._number})  # a later reader's events go on from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,10 @@ class _Answering:
 class ResponsesRoutes:
     """OpenAI's Responses over chats."""
 
-    def __init__(self, manager: TokenizerManager, chats: Chats) -> None:
+    def __init__(self, manager: TokenizerManager, chats: Chats, streams: ResumableStreams) -> None:
         self._manager = manager
         self._chats = chats
+        self._streams = streams
         self._store = ResponseStore()
 
     def router(self) -> APIRouter:
@@ -96,7 +99,10 @@ class ResponsesRoutes:
         answering = _Answering(body, chat, messages, handle, items, head)
         if chat.stream:
             numbered = _NumberedEvents()
-            return SseResponse(self._events(answering, numbered.event), on_close=handle.abort, form=numbered.form)
+            events, form = self._events(answering, numbered.event), numbered.form
+            if body.background:
+                return self._streams.begin_events(chat.rid, handle, events, form, shows_numbers=False)
+            return SseResponse(events, on_close=handle.abort, form=form)
         (native,) = await until_disconnect(request.scope, request.receive, handle.results())
         for _ in items.events(native):
             pass
@@ -104,8 +110,12 @@ class ResponsesRoutes:
         encoded = await handle.encode(lambda: content)
         return Response(await self._kept(answering, encoded), media_type="application/json")
 
-    async def get(self, response_id: str) -> Response:
-        """Return a response that is kept."""
+    async def get(
+        self, response_id: str, stream: bool = False, starting_after: Annotated[int, Query(ge=-1, lt=1 << 62)] = -1
+    ) -> Response:
+        """Return a response that is kept, or the events of a background one after the event `starting_after`."""
+        if stream:
+            return self._streams.resume_events(response_id, starting_after + 1)
         return Response(self._store.get(response_id).content, media_type="application/json")
 
     async def delete(self, response_id: str) -> Response:

@@ -27,8 +27,9 @@ from rollout.http.answers import (
     version_info,
 )
 from rollout.http.direct import DirectRoute
-from rollout.http.generation import AnyGeneration, Count, SamplingFields, StreamOptions
+from rollout.http.generation import AnyGeneration, Count, SamplingFields, StreamOptions, check_resumable
 from rollout.http.io import SseResponse, body_schema, json_body, until_disconnect
+from rollout.http.native.resumable import ResumableStreams
 from rollout.http.protocol import FreeObject, TokenIds
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -65,6 +66,7 @@ class TokenGenerateRequest(AnyGeneration):
     return_token_ids: bool = False
     return_sampling_mask: bool | None = None
     prior_output_tokens: Count = 0
+    resumable: bool = False
     output_mode: Literal["tokens"] = "tokens"
 
     def to_request(
@@ -80,6 +82,8 @@ class TokenGenerateRequest(AnyGeneration):
 
         Raises `BadRequest` or `UnsupportedFeature`.
         """
+        if self.resumable:
+            check_resumable(self.request_id, stream=self.stream)
         params = self.sampling_params
         length = params.max_tokens
         sampling = params.engine_sampling(length)
@@ -112,8 +116,9 @@ TokenGenerateBody = Annotated[TokenGenerateRequest, Depends(json_body(TokenGener
 class VllmGenerateRoutes:
     """Two paths that differ only in the form of routed experts, and in whether these must be there."""
 
-    def __init__(self, manager: TokenizerManager) -> None:
+    def __init__(self, manager: TokenizerManager, streams: ResumableStreams) -> None:
         self._manager = manager
+        self._streams = streams
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=DirectRoute, tags=["tokens"])
@@ -149,7 +154,10 @@ class VllmGenerateRoutes:
         )
         handle = await until_disconnect(request.scope, request.receive, self._manager.submit(wanted))
         if body.stream:
-            return SseResponse(_events(handle, body, head), on_close=handle.abort)
+            events = _events(handle, body, head)
+            if body.resumable:
+                return self._streams.begin_events(rid, handle, events)
+            return SseResponse(events, on_close=handle.abort)
         natives = await until_disconnect(request.scope, request.receive, handle.results())
 
         def content() -> dict[str, Any]:

@@ -133,7 +133,9 @@ class RenderRoutes:
         if wanted.return_logprob:
             sampling["logprobs"] = wanted.top_logprobs_num
         kept = {name: value for name in _KEPT if (value := getattr(body, name)) is not None}
-        name = body.rid or body.request_id or f"{prefix}-{uuid.uuid4().hex}"
+        if body.resumable:
+            kept["resumable"] = True
+        name = body.name or f"{prefix}-{uuid.uuid4().hex}"
         return {"request_id": name, "token_ids": token_ids, "sampling_params": sampling, "stream": body.stream} | kept
 
     # --- derender ------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_an_answer_that_is_cut_is_incomplete(live: Live, client: openai.OpenAI) 
         ({"reasoning": {"effort": 3}}, "reasoning.effort must be text"),
         ({"truncation": "auto"}, "truncation other than disabled"),
         ({"include": ["message.output_text.logprobs"]}, "include may not name message.output_text.logprobs"),
-        ({"background": True}, "background is not supported"),
+        ({"background": True}, "background needs stream: true and store: true"),
         ({"n": 2}, "n must be 1"),
     ],
 )
