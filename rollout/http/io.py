@@ -57,16 +57,18 @@ def json_response(content: Any, status_code: int = 200) -> Response:
 class Parts(Response):
     """An answer whose content is in parts: a list of them, or a single one.  Each part is given up as it is sent.
 
-    The parts are JSON, or msgpack where `is_binary`.
+    The parts are JSON, or msgpack where `is_binary`.  `held` lives until the client has read nearly all of them.
     """
 
-    def __init__(self, parts: list[bytes], *, is_list: bool, is_binary: bool = False) -> None:
+    def __init__(
+        self, parts: list[bytes], *, is_list: bool, is_binary: bool = False, held: object | None = None
+    ) -> None:
         if is_binary:
             pieces = [list_head(len(parts)), *parts] if is_list else parts
         else:
             pieces = [piece for part in parts for piece in (b",", part)][1:]
             pieces = [b"[", *pieces, b"]"] if is_list else pieces
-        self._pieces = pieces
+        self._pieces, self._held = pieces, held
         self.media_type = MEDIA_TYPE if is_binary else "application/json"
         super().__init__()
         self.headers["content-length"] = str(sum(map(len, self._pieces)))
@@ -75,8 +77,11 @@ class Parts(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._pieces.reverse()
         while self._pieces:
-            piece = self._pieces.pop()
-            await send({"type": "http.response.body", "body": piece, "more_body": bool(self._pieces)})
+            piece, is_held = self._pieces.pop(), self._held is not None
+            await send({"type": "http.response.body", "body": piece, "more_body": is_held or bool(self._pieces)})
+        if self._held is not None:  # the server sends this once the parts before have left its buffer
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._held = None
 
 
 def error_content(error: BaseException) -> dict[str, str]:

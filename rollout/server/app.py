@@ -123,6 +123,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     metrics.held.watch(
         kept_streams=lambda: len(streams.kept),
         kept_stream_bytes=lambda: streams.kept_bytes,
+        hidden_state_bytes=lambda: manager.limits.hidden_memory.num_bytes,
     )
     open_to_clients = [
         GenerateRoutes(manager, streams).router(),

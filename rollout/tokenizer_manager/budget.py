@@ -2,7 +2,8 @@
 
 Everything that a client can multiply is a `Kind` here, counted at the most that it can become.  There are two limits:
 
-    --max-request-mb         bytes of everything, in the main process and in the scheduler, each
+    --max-request-mb         bytes of everything, in the main process and in the scheduler, each; also of the hidden
+                             states of all requests together (`hidden_memory.py`)
     --max-logprob-entries    entries: what else could have been sampled, as alternatives and sampling masks
 
 The main process keeps a finished sample as it came until its siblings have ended.  Then one sample after the other
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollout.core.errors import TooLarge
-from rollout.core.messages.hidden import HiddenStatesParams
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
 from rollout.tokenizer_manager.response import RouteShape
@@ -147,6 +147,7 @@ class RequestBudget:
         self._total: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._largest_built = 0.0  # bytes of the largest sample while it is built
         self._open: list[TokenizedGenerateReqInput] = []  # prompts whose masks are as large as sampling makes them
+        self._hidden_total: dict[str, int] = {}  # what `total` has for hidden states
 
     def add(self, source: TokenizedGenerateReqInput) -> None:
         """Count a prompt and its samples."""
@@ -155,6 +156,8 @@ class RequestBudget:
             total[name] += params.n * count
             built += KINDS[name].built * count
         self._largest_built = max(self._largest_built, built)
+        for name, count in self._hidden_states(source).items():
+            self._hidden_total[name] = self._hidden_total.get(name, 0) + params.n * count
         total["prompt"] += len(source.input_ids)
         total["stop_char"] += sum(map(len, params.stop))
         total["bias"] += len(params.logit_bias)
@@ -179,6 +182,13 @@ class RequestBudget:
         share = bisect.bisect_left(range(most), True, key=lambda ids: self._excess(ids + 1) is not None)
         for prompt in self._open:
             prompt.max_mask_ids = prompt.sampling_params.max_new_tokens + share
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The bytes that hidden states may take, in the process where they take more."""
+        counts = [(KINDS[name], count) for name, count in self._hidden_total.items()]
+        held = sum(kind.held * count for kind, count in counts)
+        return math.ceil(max(held, sum(kind.scheduler * count for kind, count in counts)))
 
     # --- what is counted -----------------------------------------------------------------------------------------
 
@@ -205,17 +215,21 @@ class RequestBudget:
             rows = max(prompt_len + new - 1 - source.routed_experts_start_len, 0)
             counts["route_byte"] = rows * self._routes.token_bytes
             counts["encoded_byte"] = rows * self._routes.encoded_bytes(form.routes_format)
-        if source.hidden_states is not None:
-            self._count_hidden(counts, source.hidden_states, prompt_len + new)
+        for name, count in self._hidden_states(source).items():
+            counts[name] = counts.get(name, 0) + count
         return counts
 
-    def _count_hidden(self, counts: dict[str, int], params: HiddenStatesParams, num_tokens: int) -> None:
+    def _hidden_states(self, source: TokenizedGenerateReqInput) -> dict[str, int]:
+        """Return the counts of a sample's hidden states."""
+        params = source.hidden_states
+        if params is None:
+            return {}
+        num_tokens = len(source.input_ids) + source.sampling_params.max_new_tokens
         numbers = (num_tokens - params.start) * len(params.layers) * self._hidden.numbers
-        counts["hidden_byte"] = numbers * self._hidden.number_bytes
+        num_bytes = numbers * self._hidden.number_bytes
         if self._form.hidden_lists:
-            counts["hidden_number"] = numbers
-        else:
-            counts["encoded_byte"] = counts.get("encoded_byte", 0) + -(-counts["hidden_byte"] * 4 // 3)
+            return {"hidden_byte": num_bytes, "hidden_number": numbers}
+        return {"hidden_byte": num_bytes, "encoded_byte": -(-num_bytes * 4 // 3)}
 
     def _masks(self, source: TokenizedGenerateReqInput) -> dict[str, int]:
         """Return the counts of a sample's masks, as large as the request states."""

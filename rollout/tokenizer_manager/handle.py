@@ -152,7 +152,9 @@ class GenerateHandle:
         tokenizer: Tokenizer | None,
         form: ResponseForm,
         abort: Callable[[list[str]], None],
+        held: object = None,
     ) -> None:
+        """Take in the samples.  `held`: what must live as long as the handle."""
         self.replies_with_list = replies_with_list
         self.form = form
         self._samples = [Sample.of(record, tokenizer, form) for record in records]
@@ -162,6 +164,7 @@ class GenerateHandle:
         self._reader: object | None = None
         self._fresh: dict[int, None] = {}
         self._error: LockstepError | None = None
+        self._held = held
 
     @property
     def records(self) -> list[SampleRecord]:

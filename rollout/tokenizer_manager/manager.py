@@ -89,8 +89,7 @@ class TokenizerManager:
         self._ready: asyncio.Future[SchedulerReady] | None = None
         self._failure: LockstepError | None = None
         self._ranks_ready: list[SchedulerReady] = []
-        self._in_flight = InFlight(server_args.dp_size)
-        self._rids = RidRegistry()
+        self._in_flight, self._rids = InFlight(server_args.dp_size), RidRegistry()
         self._ignored_fields = IgnoredFields(is_strict=server_args.strict_requests)
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ class TokenizerManager:
         """Check, tokenise and send a request.
 
         Raises `BadRequest`, `UnsupportedFeature`, `NotFound` or `TooLarge` before anything was sent, `Unavailable` when
-        the server does not serve.
+        the server does not serve, or has no room for its hidden states now.
         """
         limits = self.limits
         limits.check_rank(request.routed_dp_rank)
@@ -208,7 +207,7 @@ class TokenizerManager:
         self._rids.reserve(expanded)
         try:
             await self._complete(expanded, request)
-            check_messages(expanded, limits, AnswerForm.of(request))
+            held = check_messages(expanded, limits, AnswerForm.of(request))
             self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
         except BaseException:
             self._rids.release(rid for message in expanded.messages for rid in sample_rids(message))
@@ -221,6 +220,7 @@ class TokenizerManager:
             tokenizer=self._tokenizer,
             form=ResponseForm.of(request, self._route_shape, limits.vocab_size, self._tokenizer, ignored),
             abort=self.abort,
+            held=held,
         )
         self._dispatch(handle, groups, request.routed_dp_rank)
         return handle

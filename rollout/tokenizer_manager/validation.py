@@ -18,6 +18,7 @@ from rollout.core.specs.heads import Head, LabelsSpec
 from rollout.core.specs.model_config import ModelConfig
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits, HiddenSize, RequestBudget
+from rollout.tokenizer_manager.hidden_memory import HiddenHold, HiddenMemory
 from rollout.tokenizer_manager.replay import check_replay
 from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, ExpandedRequest
 from rollout.tokenizer_manager.response import RouteShape
@@ -33,6 +34,7 @@ class ServingLimits:
 
     `context_length` and `max_total_num_tokens` (size of the KV pool) are in tokens.  `eos_token_id`: an end token that
     the tokenizer names and the model's configuration does not.  `head` and `hidden_size`: the model's.
+    `hidden_memory`: what hidden states of all requests hold.
     """
 
     vocab_size: int
@@ -50,6 +52,7 @@ class ServingLimits:
     head: Head = "vocabulary"
     hidden_size: int = 1
     hidden_dtype: str = "float32"
+    hidden_memory: HiddenMemory = field(default_factory=HiddenMemory)
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class ServingLimits:
             head=config.head,
             hidden_size=config.hidden_size,
             hidden_dtype=config.torch_dtype if args.dtype == "auto" else args.dtype,
+            hidden_memory=HiddenMemory(args.max_request_mb << 20),
         )
 
     def room(self, prompt_len: int) -> int:
@@ -93,12 +97,13 @@ class ServingLimits:
             raise BadRequest(f"routed_dp_rank must be in 0..{self.dp_size - 1} (--dp-size), got {dp_rank}")
 
 
-def check_messages(expanded: ExpandedRequest, limits: ServingLimits, form: AnswerForm) -> None:
+def check_messages(expanded: ExpandedRequest, limits: ServingLimits, form: AnswerForm) -> HiddenHold | None:
     """Check the completed messages of a request, and fill in the sampling parameters that the server sets.
 
     These are `max_new_tokens` where the caller left it to the server, and the tokenizer's end token.  Lists that
-    several prompts share are checked once.  Raises `BadRequest`, `UnsupportedFeature` or `TooLarge`, naming the first
-    thing that is wrong.
+    several prompts share are checked once.  Returns the hold of its hidden states, None if it wants none.  Raises
+    `BadRequest`, `UnsupportedFeature` or `TooLarge`, naming the first thing that is wrong, and `Unavailable` where
+    hidden states of other requests leave no room.
     """
     hidden = HiddenSize(limits.hidden_size, number_bytes(limits.hidden_dtype))
     budget = RequestBudget(limits.budget, form, limits.route_shape, limits.vocab_size, hidden)
@@ -110,6 +115,7 @@ def check_messages(expanded: ExpandedRequest, limits: ServingLimits, form: Answe
     for source in expanded.messages:
         if source.replay is not None:
             check_replay(source.replay, len(source.input_ids), source.sampling_params.max_new_tokens)
+    return limits.hidden_memory.hold(budget.hidden_bytes) if budget.hidden_bytes else None
 
 
 class _SharedLists:

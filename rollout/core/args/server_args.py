@@ -139,7 +139,8 @@ class ServerArgs:
     max_request_mb: int = _arg(
         2048,
         "maximum megabytes of one request, in the main process and in the scheduler each. All tokens, "
-        "log-probabilities, masks and routes of its samples count, together with the data of its prompts",
+        "log-probabilities, masks and routes of its samples count, together with the data of its prompts. The same "
+        "limit holds hidden states of all requests together",
     )
     disable_radix_cache: bool = _arg(False, "disable prefix reuse")
     disable_overlap_schedule: bool | None = _arg(

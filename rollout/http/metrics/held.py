@@ -14,6 +14,10 @@ from rollout.core.errors import Unavailable
 _GAUGES: dict[str, tuple[str, str]] = {
     "kept_streams": ("lockstep:kept_streams", "Resumable streams without a reader, which are kept for a while"),
     "kept_stream_bytes": ("lockstep:kept_stream_bytes", "Bytes of these streams, as of the last look at their sizes"),
+    "hidden_state_bytes": (
+        "lockstep:hidden_state_bytes",
+        "The most bytes that hidden states of requests in flight, and of unread answers, may take in a process",
+    ),
 }
 
 

@@ -210,8 +210,9 @@ class GenerateRoutes:
             return await until_disconnect(request.scope, request.receive, self._stream(body, wanted))
         wanted.is_binary = accepts_binary(headers.get("accept", ""))
         note_passed = request.scope.get("extensions", {}).get(NOTE_PASSED)
-        parts, is_list = await until_disconnect(request.scope, request.receive, self._answer(wanted, note_passed))
-        return Parts(parts, is_list=is_list, is_binary=wanted.is_binary)
+        parts, handle = await until_disconnect(request.scope, request.receive, self._answer(wanted, note_passed))
+        held = handle if wanted.return_hidden_states else None
+        return Parts(parts, is_list=handle.replies_with_list, is_binary=wanted.is_binary, held=held)
 
     async def resume(self, request: Request, body: ResumeBody) -> Response:
         """Answer with the stream of a resumable request from a token on, or from an event on, until its end.
@@ -252,12 +253,12 @@ class GenerateRoutes:
 
     async def _answer(
         self, wanted: GenerateReqInput, note_passed: Callable[[GenerateHandle], None] | None
-    ) -> tuple[list[bytes], bool]:
-        """Return the content of each sample once all have ended, and whether they are a list."""
+    ) -> tuple[list[bytes], GenerateHandle]:
+        """Return the content of each sample once all have ended, and their handle."""
         handle = await self._manager.submit(wanted)
         if note_passed is not None:
             note_passed(handle)
-        return await handle.encoded(), handle.replies_with_list
+        return await handle.encoded(), handle
 
 
 def accepts_binary(accept: str) -> bool:
