@@ -20,11 +20,14 @@ from rollout.core.errors import BadRequest
 
 
 def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call[None]:
-    """Return the call of a streamed generation; `Events` reads its answer.  A resumable one gets a name."""
-    body = generate_body(prompt, options) | {"stream": True}
+    """Return the call of a streamed generation; `Events` reads its answer.  A resumable one gets a name.
+
+    It names its form, as a server may have another default (`--incremental-streaming-output`).
+    """
+    body = {"stream_format": "cumulative"} | generate_body(prompt, options) | {"stream": True}
     if body.get("resumable"):
         body.setdefault("rid", uuid.uuid4().hex)
-    if body.get("stream_format", "cumulative") != "cumulative":
+    if body["stream_format"] != "cumulative":
         raise BadRequest("the outputs of the client are cumulative: leave out stream_format")
     return call_of(_refuse, body, options)
 

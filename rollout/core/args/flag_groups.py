@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "requests and answers": (
         *("strict_requests", "random_seed", "tool_call_parser", "reasoning_parser", "return_sampling_mask"),
-        *("sampling_mask_max_tokens", "max_logprob_entries", "max_request_mb"),
+        *("sampling_mask_max_tokens", "max_logprob_entries", "max_request_mb", "incremental_streaming_output"),
     ),
     "device and kernels": (
         *("device", "base_gpu_id", "num_threads", "cpu_isa", "cpu_weight_format", "cpu_linear_format"),

@@ -215,6 +215,10 @@ class ServerArgs:
         4096, "maximum ids in a token's sampling mask; a request that exceeds it ends with 400"
     )
 
+    incremental_streaming_output: bool = _arg(
+        False, "send each token of a stream of /generate once; default: each event has all tokens so far"
+    )
+
     init_expert_location: str = _arg(
         "trivial", "initial expert slots: trivial, or JSON text or a file with a map or with counts"
     )

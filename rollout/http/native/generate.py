@@ -70,22 +70,16 @@ class GenerateRequest(AnyGeneration):
     hidden_states_format: HiddenFormat = "nested"
     priority: Int64 = 0
     prior_output_tokens: Count | list[Count] = 0
-    stream_format: Literal["cumulative", "incremental"] = "cumulative"
+    stream_format: Literal["cumulative", "incremental"] | None = None
     resumable: bool = False
 
     def to_request(self, headers: Mapping[str, str]) -> GenerateReqInput:
         """Return the request.  Raises `BadRequest` or `UnsupportedFeature`."""
-        if not self.stream and (self.is_incremental or self.resumable):
+        if not self.stream and (self.stream_format == "incremental" or self.resumable):
             raise BadRequest("stream_format and resumable need stream: true")
         if self.resumable and not isinstance(self.rid, str):
             raise BadRequest("a resumable stream needs a rid of its own, by which its client asks for the rest")
-        request = _request(self, _OWN_FIELDS, headers)
-        request.stream_rows = self.is_incremental
-        return request
-
-    @property
-    def is_incremental(self) -> bool:
-        return self.stream_format == "incremental"
+        return _request(self, _OWN_FIELDS, headers)
 
 
 class ResumeRequest(Body):
@@ -227,15 +221,17 @@ class GenerateRoutes:
         return self._response(stream, first)
 
     async def _stream(self, body: GenerateRequest | PlainGenerate, wanted: GenerateReqInput) -> Response:
+        named = None if isinstance(body, PlainGenerate) else body.stream_format
+        by_default = self._manager.server_args.incremental_streaming_output
+        is_incremental = by_default if named is None else named == "incremental"
+        wanted.stream_rows = is_incremental
         handle = await self._manager.submit(wanted)
-        if isinstance(body, PlainGenerate):
-            return SseResponse(_events(handle, handle.stream()), on_close=handle.abort)
         first = [0] * len(handle.records)
-        if body.resumable:
+        if isinstance(body, GenerateRequest) and body.resumable:
             assert isinstance(body.rid, str), "checked by to_request"
-            stream = self._streams.begin(body.rid, handle, is_incremental=body.is_incremental)
+            stream = self._streams.begin(body.rid, handle, is_incremental=is_incremental)
             return self._response(stream, first)
-        outputs = handle.tails(first) if body.is_incremental else handle.stream()
+        outputs = handle.tails(first) if is_incremental else handle.stream()
         return SseResponse(_events(handle, outputs), on_close=handle.abort)
 
     def _response(self, stream: ResumableStream, first: list[int]) -> Response:

@@ -417,7 +417,8 @@ def test_a_stream_yields_every_event_in_order():
     with serving(canned) as url, RolloutClient(url) as client:
         outputs = list(client.stream("hi", sampling_params={"max_new_tokens": 2}))
     assert [(o.text, o.finish_reason is None) for o in outputs] == [("a", True), ("a\u2028b", False)]
-    assert canned.asked[-1].body == {"text": "hi", "sampling_params": {"max_new_tokens": 2}, "stream": True}
+    sent = {"text": "hi", "sampling_params": {"max_new_tokens": 2}, "stream": True, "stream_format": "cumulative"}
+    assert canned.asked[-1].body == sent
 
     async def collect(client):
         return [output async for output in client.stream("hi")]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from capture.token_logprobs import TokenLogprobs
+from rollout.client import RolloutClient
 from rollout.core.messages.io_struct import AbortReqInput, TokenizedGenerateReqInput
 from rollout.core.messages.req_output import FinishedRecord, FinishReason, HiddenStatesRows
 from rollout.core.sampling_params import SamplingParams
 from rollout.http.native import resumable
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.sample import SampleRecord
-from tests.http_harness import Live
+from tests.http_harness import Live, live_server
 from tests.streams import cut, events, joined, of_sample, plain, resumed
 
 TEXT = "añ😀 b\u200d語!"
@@ -322,3 +325,36 @@ def test_many_clients_that_leave_at_once_are_bounded(live: Live, monkeypatch: py
         thread.join()
     live.wait_until(lambda: len(held(live, names)) <= 8)
     live.wait_until(lambda: live.manager.num_in_flight == 0)
+
+
+# --- the server's default ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sglangs(folder: Path) -> Iterator[Live]:
+    """Serve with SGLang's flag: streams are incremental unless their request names a form."""
+    with live_server(folder, incremental_streaming_output=True) as server:
+        yield server
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_sampling_mask": None}, {"resumable": True}])
+def test_a_flag_makes_streams_incremental(sglangs: Live, fields: dict[str, Any]) -> None:
+    """The first request is read as a plain one, the others in full."""
+    short = {"input_ids": [40, 41, 42], "rid": "s", "sampling_params": {"max_new_tokens": 9, "ignore_eos": True}}
+    got = list(events(sglangs, **short, **fields, stream=True))
+    assert [token for event in got for token in event["output_ids"]] == [40, 41, 42] * 3
+    assert all("output_start" in event["meta_info"] for event in got)
+    if fields.get("resumable"):
+        (rest,) = resumed(sglangs, "s", 7)
+        assert rest["output_ids"] == [41, 42] and rest["meta_info"]["output_start"] == 7
+    assert sglangs.generate(**short)["output_ids"] == [40, 41, 42] * 3, "an answer that is no stream is whole"
+
+
+def test_a_request_chooses_its_form_whatever_the_default(sglangs: Live, live: Live) -> None:
+    for server in (sglangs, live):
+        for form in ("cumulative", "incremental"):
+            got = list(events(server, **body("f", num_new=4), stream=True, stream_format=form))
+            assert all(("output_start" in event["meta_info"]) == (form == "incremental") for event in got)
+    with RolloutClient(sglangs.url) as client:
+        *_, last = client.stream(None, input_ids=[40, 41], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+        assert last.output_ids == [40, 41, 40, 41]

@@ -23,7 +23,7 @@ from rollout.scheduler.req import Req
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("capture", "eplb", "weight_sync", "rollout", "lockstep_rl")
 MAX_FILE_LINES = 400
-MAX_SETTINGS = 101
+MAX_SETTINGS = 102
 SLACK = 0.03
 """The part of its lines that a package may shrink by before its number in the table must fall."""
 
