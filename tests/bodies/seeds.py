@@ -305,7 +305,7 @@ def _score_seeds() -> dict[str, list[Body]]:
         "/encode": [*ids],
         **{path: [{"input": ["a"]}, *ids] for path in ("/classify", "/v1/classify")},
         **{path: [labels, *pairs] for path in ("/score", "/v1/score")},
-        **{path: RERANK_BODIES for path in RERANKS},
+        **dict.fromkeys(RERANKS, RERANK_BODIES),
     }
 
 

@@ -225,7 +225,7 @@ class Sending:
             return True
         is_under_way = not (self._group.has_ended or self._is_sent or self._broke is not None)
         if is_under_way and all(work.is_completed() for work in self._works):
-            self._finish_broadcast()  # first: the engines may have answered, and nobody waits for more then
+            self._finish_broadcast()  # before the answers are looked at: the last of them may be there
         has_unanswered = bool(self.unanswered)  # before the refusals are read, so that none is overlooked
         now, refused = time.monotonic(), refusals_of(self._calls)
         if self._group.has_ended:

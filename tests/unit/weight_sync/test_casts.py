@@ -25,6 +25,7 @@ from rollout.core.messages.weights import (
     WeightsCheckerReqInput,
 )
 from tests.family_zoo import family_checkpoint
+from tests.kernels import native_ops
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, version
 from tests.loopback_refresh import LoopbackTrainer
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater
@@ -136,6 +137,7 @@ def test_what_is_no_float_is_never_cast(dtype: torch.dtype) -> None:
 
 def test_what_is_cast_is_quantised_then() -> None:
     """The eight bits are made of values in the model's dtype, as at start."""
+    native_ops()  # plain torch does not know them
     sent = version(3) | {EMBED: torch.randn(6, 4)}
     receiver = updater(cast=True, quantised={EMBED: INT8_BLOCKS})
     commit(receiver, sent)
