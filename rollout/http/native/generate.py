@@ -217,7 +217,7 @@ class GenerateRoutes:
             if body.from_token is not None:
                 raise BadRequest("give either from_token or from_event")
             return self._streams.resume_events(body.rid, body.from_event)
-        stream, first = self._streams.resume(body.rid, body.from_token or 0)
+        stream, first = self._streams.resume(body.rid, 0 if body.from_token is None else body.from_token)
         return self._response(stream, first)
 
     async def _stream(self, body: GenerateRequest | PlainGenerate, wanted: GenerateReqInput) -> Response:

@@ -180,6 +180,7 @@ def test_a_stream_that_cannot_be_resumed_is_refused(live: Live, fields: dict[str
         ("plain", 0, 404, "it was not resumable"),
         ("a", 10, 400, "from_token is 10, but sample 0 has 9 tokens so far"),
         ("a", [0, 0], 400, "from_token has 2 entries for 1 samples"),
+        ("a", [], 400, "from_token has 0 entries for 1 samples"),
         ("a", -1, 400, "greater than or equal to 0"),
     ],
 )
