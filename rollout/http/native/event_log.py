@@ -13,6 +13,17 @@ from collections.abc import AsyncGenerator
 from rollout.core.errors import BadRequest, Conflict
 from rollout.http.io import SseForm, framed
 
+
+class TakenOver(Conflict):
+    """Another reader began.  `last`: the number of the last event that this one got, -1 if it got none."""
+
+    kind = Conflict.__name__
+
+    def __init__(self, last: int) -> None:
+        super().__init__("another connection reads this stream by now; a stream has one reader")
+        self.last = last
+
+
 MAX_LOG_BYTES = 64 << 20
 """Bytes of the newest events that a log keeps: a stream of many small events takes more than its request."""
 
@@ -49,11 +60,11 @@ class EventLog:
             raise BadRequest(f"event {number} is not kept any more: the oldest one is {self._first}")
 
     async def read(self, number: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events from `number` on, until the stream's end.  Raises `Conflict` once another reader begins."""
+        """Yield the events from `number` on, until the stream's end.  Raises `TakenOver` once another reader begins."""
         reader = self._reader = object()
         while True:
             if reader is not self._reader:
-                raise Conflict("another connection reads this stream by now; a stream has one reader")
+                raise TakenOver(number - 1)
             if number < self.end:
                 self.require(number)
                 yield self._events[number - self._first]

@@ -26,6 +26,7 @@ from rollout.http.io import (
     named_event,
     until_disconnect,
 )
+from rollout.http.native.event_log import TakenOver
 from rollout.http.native.resumable import ResumableStreams
 from rollout.http.openai.chats import Chats
 from rollout.http.openai.protocol import ChatCompletionRequest
@@ -54,7 +55,9 @@ class _NumberedEvents:
     def _error(self, error: Exception) -> bytes:
         message = error_content(error)["message"]
         content = {"type": "error", "code": str(status_of(error)), "message": message, "param": None}
-        return named_event(content | {"sequence_number": self._number})  # a later reader's events go on from there
+        # A client goes on behind the last number that it saw: one that lost the stream has not seen what came since.
+        number = error.last if isinstance(error, TakenOver) else self._number
+        return named_event(content | {"sequence_number": number})
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,18 @@ def test_an_event_is_not_lost_with_the_reader_that_waited_for_it(live: Live, mon
     live.wait_until(lambda: live.manager.num_in_flight == 0)
 
 
+def test_a_client_that_lost_its_stream_goes_on_behind_what_it_got(live: Live) -> None:
+    """The error that ends it has no number of an event that it did not get."""
+    lost = begun(live, "/v1/responses", "lost", **SLOW)
+    first = [next(lost) for _ in range(3)]
+    other = list(resumed(live, "/v1/responses", "lost", 3))
+    seen = [*first, *lost]
+    assert b'"code":"409"' in seen[-1].data
+    cursor = seen[-1].number
+    assert cursor == len(seen) - 2, "of the last event before the error"
+    assert seen[:-1] + list(resumed(live, "/v1/responses", "lost", cursor + 1)) == first + other
+
+
 # --- limits ------------------------------------------------------------------------------------------------------
 
 
