@@ -131,6 +131,12 @@ class ResumableStreams:
         stream.reader, stream.is_read = stream.reader + 1, True
         return stream, first
 
+    def forget_ended(self, rid: str) -> None:
+        """Forget the stream of a request that has ended.  Its reader, if it has one, goes on."""
+        stream = self._streams.get(rid)
+        if stream is not None and all(record.finished is not None for record in stream.handle.records):
+            self._forget(stream)
+
     def _known(self, rid: str) -> ResumableStream:
         stream = self._streams.get(rid)
         if stream is None:

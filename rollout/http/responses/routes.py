@@ -122,8 +122,9 @@ class ResponsesRoutes:
         return Response(self._store.get(response_id).content, media_type="application/json")
 
     async def delete(self, response_id: str) -> Response:
-        """Forget a response."""
+        """Forget a response, and its events."""
         self._store.delete(response_id)
+        self._streams.forget_ended(response_id)  # a request that runs has the name of an earlier one
         return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
 
     async def _whole(self, answering: _Answering, native: Native) -> dict[str, Any]:

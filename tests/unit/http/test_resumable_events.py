@@ -183,6 +183,18 @@ def test_a_client_that_lost_its_stream_goes_on_behind_what_it_got(live: Live) ->
     assert seen[:-1] + list(resumed(live, "/v1/responses", "lost", cursor + 1)) == first + other
 
 
+def test_a_response_that_is_deleted_has_no_events(live: Live) -> None:
+    cut(live, "/v1/responses", "deleted", 2, **SLOW)
+    live.wait_until(lambda: live.client.get("/v1/responses/deleted").status_code == 200)
+    again = begun(live, "/v1/responses", "deleted", **SLOW)
+    first = [next(again) for _ in range(2)]
+    assert live.client.delete("/v1/responses/deleted").status_code == 200, "of the first request of this name"
+    rest = list(again)
+    assert list(resumed(live, "/v1/responses", "deleted", 0)) == first + rest, "the second one runs on, and is kept"
+    assert live.client.delete("/v1/responses/deleted").status_code == 200
+    assert refusal(live, "/v1/responses", "deleted", 0)[0] == 404
+
+
 # --- limits ------------------------------------------------------------------------------------------------------
 
 
