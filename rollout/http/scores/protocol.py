@@ -11,12 +11,12 @@ from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import UNSUPPORTED_GENERATE_FIELDS, shown
 from rollout.core.messages.pooling import PoolingParams
 from rollout.http.generation import AnyGeneration, Count
-from rollout.http.protocol import TokenIds
+from rollout.http.protocol import FreeForm, TokenIds
 from rollout.tokenizer_manager.request import MAX_BATCH, GenerateReqInput
 
 Input = Annotated[str | list[str] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
 Texts = str | list[str]
-Content = Annotated[str | dict[str, Any] | list[dict[str, Any]], Field(union_mode="left_to_right")]
+Content = Annotated[str | dict[str, Any] | list[dict[str, Any]], Field(union_mode="left_to_right"), FreeForm]
 Encoding = Literal["float", "base64"]
 OneRow = Literal["last", "mean", "cls"]
 

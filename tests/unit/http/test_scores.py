@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rollout.client import RolloutClient, ServerError
+from rollout.http.protocol import MAX_VALUES
 from tests.engine_thread import EngineThread
 from tests.family_zoo import family_model
 from tests.head_zoo import PAD, headed_checkpoint, hidden_states, scores
@@ -280,6 +281,15 @@ def test_bodies_that_ask_for_nothing_sensible_are_refused(causal: Served, path: 
     answer = causal.live.client.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("place", ["query", "documents"])
+def test_the_parts_of_a_text_are_bounded(causal: Served, place: str) -> None:
+    """A refusal writes the type of a part: that of millions of values takes seconds."""
+    wide: Any = {"type": [0] * (MAX_VALUES + 1)}
+    body = {"query": "a", "documents": ["b"]} | {place: wide if place == "query" else ["b", wide]}
+    answer = causal.live.client.post("/v1/rerank", json=body)
+    assert answer.status_code == 413 and place in answer.json()["error"]["message"]
 
 
 def test_an_aborted_request_is_answered(causal: Served) -> None:
