@@ -7,13 +7,15 @@ for that, and some refused; what the library refuses by itself is left to it.
 * It reads numbers as floating point, and the bounds of integers in 64 bits.  Numbers that change by that are refused.
 * It does not know that the key `"\\u0061"` is `"a"`.  Where that matters, texts have no escapes of that form: control
   characters cannot be written then, but for those with a short escape.
-* It takes in an exclusive bound that is a whole number where the other bound is less than one away.  Refused.
+* It takes in an exclusive bound that is a whole number where the other bound is less than one away.  The next number in
+  floating point is the bound then, which a JSON number that is read so cannot be before; behind 0 it is 1e-20.
 * It does not see that a key comes twice.  So a count of keys without names is refused.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -35,6 +37,8 @@ _NOTES = frozenset({"default", "example", "examples"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _MAX_INT64 = 2**63 - 1
 """A usual `maximum` of integers, which the library reads as 2^63, and cuts to 64 bits."""
+_BEHIND_ZERO = 1e-20
+"""The least number above an exclusive 0 that has a text; each digit of it takes the library time."""
 _MAX_SUCCESSIVE = 2**53
 """The first integer that floating point does not tell from the next one."""
 
@@ -71,7 +75,7 @@ def _written(schema: Any, depth: int) -> Any:
             written[key] = value
         else:
             written[key] = _written(value, depth + 1)
-    return _with_pattern(written)
+    return _with_pattern(_with_next_bounds(written))
 
 
 def _with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
@@ -96,10 +100,6 @@ def _check(schema: Mapping[str, Any]) -> None:
             _check_numbers(key, schema[key], 0)
     for key in _OF_DATA & schema.keys():
         _check_numbers(key, schema[key], 0)
-    if schema.get("type") != "integer" and _loses_bound(schema):
-        raise BadRequest(
-            "json_schema: a mask would let in an exclusive bound that is whole, and less than one away from the other"
-        )
     least = schema.get("minProperties")
     if isinstance(least, int | float) and least > 1 + len(_names(schema)):
         raise BadRequest(
@@ -138,6 +138,29 @@ def _loses_bound(schema: Mapping[str, Any]) -> bool:
     return _is_next(above, below + below_or_at) or _is_next(
         [-end for end in below], [-end for end in above + above_or_at]
     )
+
+
+def _with_next_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema without exclusive bounds that the library would take in."""
+    if schema.get("type") == "integer" or not _loses_bound(schema):
+        return schema
+    moved, arms = _moved(schema), schema.get("allOf")
+    if not isinstance(arms, list):
+        return moved
+    return moved | {"allOf": [_moved(each) if isinstance(each, dict) else each for each in arms]}
+
+
+def _moved(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose exclusive bounds that are whole are bounds at the next number."""
+    moved = dict(schema)
+    for plain, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+        bound = moved.get(plain)
+        end = bound if moved.get(exclusive) is True else moved.get(exclusive)
+        if _is_number(end) and end % 1 == 0:
+            following = sign * _BEHIND_ZERO if end == 0 else math.nextafter(end, sign * math.inf)
+            moved[plain] = sign * max(sign * each for each in (following, bound) if _is_number(each))
+            del moved[exclusive]
+    return moved
 
 
 def _is_next(ends: Sequence[float], others: Sequence[float]) -> bool:
