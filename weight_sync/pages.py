@@ -37,7 +37,8 @@ _MOVE_AND_KEEP = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 _PROT_NONE = 0
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
-_STOP = operator.attrgetter("stop")
+_START, _STOP = operator.attrgetter("start"), operator.attrgetter("stop")
+_MAX_MAPPINGS = 65530  # Linux's default
 
 
 def new_area(num_bytes: int, at: int = 0) -> torch.Tensor:
@@ -104,12 +105,24 @@ def tradable_spans(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[l
     """Return what can be traded of each pair of equally long byte tensors: ranges of offsets, ascending.
 
     These are whole pages of private anonymous memory, at the same offsets in both.  There are none where the system
-    cannot move pages, or has several memory nodes: pages would move away from the cores that read them.
+    cannot move pages, or has several memory nodes: pages would move away from the cores that read them.  Of many the
+    longest are taken, as a process has a limited number of mappings, and each trade cuts some in parts.
     """
     if not pairs or not _can_trade():
         return [[] for _ in pairs]
     mappings = _movable_mappings()
-    return [_spans_of(live, shadow, mappings) for live, shadow in pairs]
+    return _longest([_spans_of(live, shadow, mappings) for live, shadow in pairs], _max_spans())
+
+
+def _longest(spans: list[list[range]], count: int) -> list[list[range]]:
+    """Return the `count` longest spans, each where it was; of equally long ones the first."""
+    numbered = [(number, span) for number, some in enumerate(spans) for span in some]
+    if len(numbered) <= count:
+        return spans
+    found: list[list[range]] = [[] for _ in spans]
+    for number, span in sorted(numbered, key=lambda one: -len(one[1]))[:count]:
+        found[number].append(span)
+    return [sorted(some, key=_START) for some in found]
 
 
 def _spans_of(live: torch.Tensor, shadow: torch.Tensor, mappings: Sequence[range]) -> list[range]:
@@ -192,6 +205,16 @@ def _has_pages() -> bool:
 def _num_memory_nodes() -> int:
     nodes = Path("/sys/devices/system/node")
     return sum(path.name[4:].isdigit() for path in nodes.glob("node*")) if nodes.exists() else 1
+
+
+@functools.cache
+def _max_spans() -> int:
+    """Return how many spans may be traded.  Each makes up to four mappings: a quarter of all that a process may have.
+
+    A commit that runs out of mappings cannot be undone, as the undo needs some, too.
+    """
+    limit = Path("/proc/sys/vm/max_map_count")
+    return (int(limit.read_text()) if limit.exists() else _MAX_MAPPINGS) // 16
 
 
 def _page_floor(address: int) -> int:

@@ -238,6 +238,32 @@ def heap_of(maps: str) -> tuple[int, int]:
     return (int(lines[0][0], 16), int(lines[-1][1], 16)) if lines else (1, 0)
 
 
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 9])
+def test_of_many_spans_the_longest_are_traded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trade takes mappings.  A commit without any left could not be undone."""
+    monkeypatch.setattr(pages, "_max_spans", lambda: most)
+    sizes = [MIN, 3 * MIN, MIN, 2 * MIN]
+    pairs = [(live, new_area(live.numel(), at=live.data_ptr())) for live in (area(size, 1) for size in sizes)]
+    found = tradable_spans(pairs)
+    traded = [number for number, spans in enumerate(found) if spans]
+    assert traded == sorted([1, 3, 0, 2][:most])
+    assert all(spans in ([], [range(size)]) for spans, size in zip(found, sizes, strict=True))
+
+
+def test_trades_take_a_quarter_of_all_mappings_at_most() -> None:
+    """A span that lies inside a mapping on both sides, and in the scratch, makes the most."""
+    count, size = 20, MIN + 2 * PAGE
+    lives, shadows = area(2 * count * size, 1), area(2 * count * size, 2)
+    trader, before = PageTrader(MIN), num_mappings()
+    for number in range(count):
+        span = slice(2 * number * size + PAGE, 2 * number * size + PAGE + MIN)
+        trader.trade(lives[span], shadows[span])
+    trader.close()
+    assert num_mappings() - before <= 4 * count + 2
+    limit = Path("/proc/sys/vm/max_map_count")
+    assert 4 * pages._max_spans() <= (int(limit.read_text()) if limit.exists() else 65530) // 4
+
+
 def test_there_is_one_memory_node_or_more() -> None:
     assert pages._num_memory_nodes() >= 1
 
