@@ -96,15 +96,21 @@ class JointUpdate:
     # --- the transaction ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Open a transaction on all engines.  Raises `EngineError`."""
+        """Open a transaction on all engines.  Raises `EngineError`, and what `_while_begins` raises."""
         calls = {name: self._calls[name].call("begin_weight_update", **self._fields) for name in self._active}
+        wrong: Exception | None = None
         try:
-            self._while_begins(calls.values())
+            try:
+                self._while_begins(calls.values())
+            except Exception as error:
+                wrong = error  # raised once it is known where a transaction is open, which is dropped then
             failed = self._failed("begin_weight_update", calls)
             self._open.update(calls.keys() - failed.keys())
         finally:
             for name in calls.keys() - self._open:
                 self._abort_if_begun(name, calls[name])
+        if wrong is not None:
+            raise wrong
         self._settle(failed)
 
     def _while_begins(self, calls: Collection[Future[Any]]) -> None:

@@ -205,6 +205,45 @@ def test_the_first_bucket_is_packed_while_the_engine_begins(
     sender.close()
 
 
+class SlowToAnswer:
+    """An engine whose answer to a begin comes a while after it has opened its transaction."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.opened = engine, threading.Event()
+
+    def begin_weight_update(self, **fields: Any) -> dict[str, Any]:
+        answer = self._engine.begin_weight_update(**fields)
+        self.opened.set()
+        time.sleep(0.2)
+        return answer
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._engine, verb)
+
+
+def test_what_cannot_be_packed_while_the_engine_begins_leaves_nothing_open(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next refresh begins at once, and finds no transaction of the one that failed."""
+    slow = SlowToAnswer(engine)
+
+    def fail(_: Ahead) -> bool:
+        assert slow.opened.wait(TIMEOUT_S)
+        raise ValueError("a tensor is gone")
+
+    sender = WeightSender(slow, timeout_s=TIMEOUT_S)
+    sender.connect(group_name=next(names))
+    before = engine.call("content")
+    with monkeypatch.context() as failing, pytest.raises(ValueError, match="a tensor is gone"):
+        failing.setattr(Ahead, "pack_one", fail)
+        sender.refresh(version(next(seeds)).items())
+    assert not engine.call("status")["open"] and engine.call("content") == before
+    seed = next(seeds)
+    sender.refresh(version(seed).items())
+    assert engine.call("content") == content_of(seed)
+    sender.close()
+
+
 def test_a_refused_begin_after_packing_leaves_nothing(engine: Engine, sender: WeightSender) -> None:
     before, sent = engine.call("content"), version(next(seeds))
     with pytest.raises(EngineError, match="Refused"):
