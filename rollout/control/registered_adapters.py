@@ -62,7 +62,7 @@ class RegisteredAdapters:
         return [known.stated for _, known in sorted(self._known.items())]
 
     def opening(self, update_id: str) -> None:
-        """Note that an update with this id opens, which may bring all of them."""
+        """Note that an update with this id is open, which may bring all of them."""
         self._known = {name: replace(known, update_id=update_id) for name, known in self._known.items()}
 
     def settle(self) -> None:

@@ -11,6 +11,7 @@ from rollout.control.tensor_owner import is_part_of_names
 from rollout.control.weight_queue import Job, nothing, replies
 from rollout.control.weight_sources import manifest_of
 from rollout.core.errors import BadRequest, Conflict
+from rollout.core.messages.message import Reply
 from rollout.core.messages.update_state import AdapterOfUpdate
 from rollout.core.messages.weights import BeginReply, BeginWeightUpdateReqInput
 from rollout.scheduler.scheduler import Scheduler
@@ -62,8 +63,6 @@ class WeightBegin:
             self.require_no_adapters(update_id)
             if is_models:
                 self._adoption.opening(adopts, verb.placement_epoch)
-            if takes_registered:
-                self._companions.registered.opening(update_id)
 
         def io() -> None:
             self._updater.require_none_open()
@@ -93,11 +92,16 @@ class WeightBegin:
                 **beside,
             )
 
+        def step(_: Any) -> tuple[str, Reply]:
+            if takes_registered:  # not before: a begin that is refused on any rank changes no registration
+                self._companions.registered.opening(update_id)
+            return begun(None)
+
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
         has_more = bool(takes_registered and self._companions.registered.stated) or not verb.sync_base
         is_sorted = isinstance(verb.adapters, list) or self._companions.draft_weights is not None or has_more
         is_brief = verb.base_digest is None and is_models and not is_sorted
-        return Job(verb, io, begun, roll_back=roll_back, is_brief=is_brief)
+        return Job(verb, io, step, roll_back=roll_back, is_brief=is_brief)
 
     def _draft_of(self, verb: BeginWeightUpdateReqInput, adapter: AdapterOfUpdate | None) -> DraftTarget | None:
         """Return the draft, if it is the target.  Raises `BadRequest` where there is none, or two targets."""

@@ -418,6 +418,15 @@ def test_a_deferred_registration_is_for_one_update(engine: RefreshHarness, conte
     assert register(engine, contents[0], defer_publish=True).success, "and may be registered again"
 
 
+def test_a_refused_begin_leaves_a_deferred_registration(engine: RefreshHarness, contents: list[Content]) -> None:
+    """It has opened no update, so that the next one may bring the adapter still."""
+    table = engine.scheduler.runner.state.adapters
+    assert register(engine, contents[0], defer_publish=True).success
+    assert begin_alone(engine, base_version="another").status_code == 409
+    assert table.awaited == [NAME]
+    assert push(engine, contents[0]).success and table.serves(NAME)
+
+
 GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "a part": ({"coverage": "partial"}, "coverage partial"),
     "a base": ({"base_digest": "0" * 64}, "base_digest"),
