@@ -124,7 +124,8 @@ class WeightCommit:
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
         more["draft"] = self._publish_draft(result, result.weight_version or state.epoch.weight_version)
         reply = self._reply(result, adapters=adapters or UNSET, **more)
-        self._note(result, reply, version, state.epoch.weight_epoch, self._updater.holds_steps)
+        held = result.update.takes_first and self._updater.holds_steps  # which holds for the model, as none is open
+        self._note(result, reply, version, state.epoch.weight_epoch, held)
         is_part = result.num_tensors < total and (alone or result.update.counts_tensors)
         return reply, f" {result.num_tensors} of {total} tensors came." if is_part else ""
 

@@ -191,6 +191,15 @@ def test_an_update_without_its_tensors_leaves_it(
     engine.clean_up()
 
 
+def test_adapters_alone_hold_no_step_whatever_the_staging(
+    checkpoints: list[Path], contents: list[Content], tmp_path: Path
+) -> None:
+    engine = started(checkpoints[0], tmp_path, "", lora_paths=None, staging="in_place")
+    assert register(engine, contents[0]).success and push(engine, contents[0]).success
+    assert [(ended.target, ended.steps_held) for ended in engine.updater.book.ended] == [(f"adapter {NAME}", False)]
+    engine.clean_up()
+
+
 def test_two_adapters_come_in_one_bucket_and_a_manifest_names_the_ones_that_must(
     engine: RefreshHarness, contents: list[Content], answers: Answers
 ) -> None:
