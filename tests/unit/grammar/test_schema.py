@@ -176,7 +176,7 @@ def test_the_library_alone_takes_an_exclusive_bound_in() -> None:
         assert made.accepts(of({"minimum": -1.5, "exclusiveMaximum": -1}), "-1")
 
 
-def test_exclusive_bounds_hold() -> None:
+def test_exclusive_bounds_hold_at_both_ends() -> None:
     made, values = Drawer({}, ()), (-1.25, -1, -0.5, 0, 0.25, 0.5, 1, 1.25, 1.5, 2)
     for low, high, is_low, is_high in itertools.product((-1.25, -1, 0, 0.5, 1), (-1, 0, 0.5, 1.25, 2), "ox", "ox"):
         keys = "exclusiveMinimum" if is_low == "x" else "minimum", "exclusiveMaximum" if is_high == "x" else "maximum"
