@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from rollout.core.errors import BadRequest
 from rollout.grammar.formats import pattern_of
@@ -177,7 +177,7 @@ def _ends(schemas: Sequence[Mapping[str, Any]], plain: str, exclusive: str) -> t
     return [end for end in outer if _is_number(end)], [end for end in inclusive if _is_number(end)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
