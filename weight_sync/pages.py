@@ -110,8 +110,9 @@ def tradable_spans(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[l
     """
     if not pairs or not _can_trade():
         return [[] for _ in pairs]
-    mappings = _movable_mappings()
-    return _longest([_spans_of(live, shadow, mappings) for live, shadow in pairs], _max_spans())
+    lines = _mappings()
+    mappings = [found for found in map(_movable_mapping, lines) if found is not None]
+    return _longest([_spans_of(live, shadow, mappings) for live, shadow in pairs], _max_spans(len(lines)))
 
 
 def _longest(spans: list[list[range]], count: int) -> list[list[range]]:
@@ -156,10 +157,9 @@ def _movable_pages(tensor: torch.Tensor, mappings: Sequence[range]) -> list[rang
     return found
 
 
-def _movable_mappings() -> list[range]:
-    """Return the addresses of this process's mappings of private anonymous memory, ascending."""
-    lines = Path("/proc/self/maps").read_bytes().splitlines()
-    return [found for found in map(_movable_mapping, lines) if found is not None]
+def _mappings() -> list[bytes]:
+    """Return a line for each of this process's mappings, ascending by address."""
+    return Path("/proc/self/maps").read_bytes().splitlines()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -207,14 +207,20 @@ def _num_memory_nodes() -> int:
     return sum(path.name[4:].isdigit() for path in nodes.glob("node*")) if nodes.exists() else 1
 
 
-@functools.cache
-def _max_spans() -> int:
-    """Return how many spans may be traded.  Each makes up to four mappings: a quarter of all that a process may have.
+def _max_spans(num_mappings: int) -> int:
+    """Return how many spans a process with this number of mappings may trade.
 
+    Each makes up to four mappings.  They take at most a quarter of all that a process may have, and half of those left.
     A commit that runs out of mappings cannot be undone, as the undo needs some, too.
     """
+    most = _mappings_limit()
+    return max(0, min(most // 16, (most - num_mappings) // 8))
+
+
+@functools.cache
+def _mappings_limit() -> int:
     limit = Path("/proc/sys/vm/max_map_count")
-    return (int(limit.read_text()) if limit.exists() else _MAX_MAPPINGS) // 16
+    return int(limit.read_text()) if limit.exists() else _MAX_MAPPINGS
 
 
 def _page_floor(address: int) -> int:
