@@ -205,7 +205,7 @@ def test_a_stream_is_aborted_and_forgotten_after_a_while(
     monkeypatch.setattr(resumable, "KEPT_S", 0.1)
     cut(live, path, "late", 2, **SLOW)
     live.wait_until(lambda: live.manager.num_in_flight == 0)
-    assert any("late" in name for message in live.sent(AbortReqInput) for name in message.rids)
+    live.wait_until(lambda: any("late" in name for message in live.sent(AbortReqInput) for name in message.rids))
     live.wait_until(lambda: refusal(live, path, "late", 0)[0] == 404)
 
 

@@ -16,7 +16,7 @@ def test_threads_rest_when_no_step_follows(tmp_path: Path, monkeypatch) -> None:
     harness = Harness(tiny_checkpoint(tmp_path, "dense"), enable_return_routed_experts=False)
     order: list[str] = []
     send = harness.channel.send
-    monkeypatch.setattr(harness.scheduler, "_rest", lambda: order.append("rest"))
+    monkeypatch.setattr(harness.scheduler, "rest_helpers", lambda: order.append("rest"))
     monkeypatch.setattr(harness.channel, "send", lambda message: (order.append("answer"), send(message)))
     for new_tokens in (3, 9):
         harness.submit([5, 9, 2], params={"max_new_tokens": new_tokens})
