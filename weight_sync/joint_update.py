@@ -125,6 +125,13 @@ class JointUpdate:
                 phase = {"phase": "commit"}
             replies, failed = self._ask(phase)
             replies |= self._committed_of(failed)
+        self._conclude(replies, failed)
+
+    def _conclude(self, replies: Mapping[str, Mapping[str, Any]], failed: Mapping[str, BaseException]) -> None:
+        """Note the engines that have committed, and what they report.  Raises `EngineError` as the others have failed.
+
+        An engine in both has committed.
+        """
         failed = {name: error for name, error in failed.items() if name not in replies}
         for name, reply in replies.items():
             self._open.discard(name)

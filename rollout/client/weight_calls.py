@@ -133,11 +133,14 @@ class WeightCalls:
         cast: bool | None = None,
         boxes: Sequence[Sequence[Sequence[int]] | None] | None = None,
         tensors_per_rank: Sequence[int] | None = None,
+        whole_update: Mapping[str, Any] | None = None,
     ) -> Call[JsonObject]:
         """Make the server receive these tensors; answers when it has them, so broadcast on another thread.
 
         `boxes`: of each tensor None, or the part of it that comes: [start, stop] in each dimension of its shape.
         `tensors_per_rank`: how many of them, in their order, come to each rank, and to no other.
+        `whole_update`: they are all of the refresh `update_id`, which this call begins and ends; "coverage" and
+        "prepared_s" as in `begin_weight_update`, and "fingerprints", the 16 hex digits of each tensor end to end.
         """
         return method_call(UpdateWeightsFromDistributedReqInput, locals())
 

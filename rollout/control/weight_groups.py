@@ -11,7 +11,11 @@ from typing import Any
 from rollout.control.weight_queue import Job
 from rollout.core.errors import BadRequest
 from rollout.core.messages.message import NoReply
-from rollout.core.messages.weights import DestroyWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqInput
+from rollout.core.messages.weights import (
+    DestroyWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqInput,
+    JoinedReply,
+)
 from rollout.distributed.layout import RankPosition
 from weight_sync.update_groups import pair_name
 from weight_sync.updater import WeightUpdater
@@ -47,8 +51,8 @@ class WeightGroups:
         def leave(_: str) -> None:
             self._updater.groups.destroy(verb.group_name)
 
-        def step(_: None) -> tuple[str, NoReply]:
-            return "Succeeded to initialize custom process group.", NoReply()
+        def step(_: None) -> tuple[str, JoinedReply]:
+            return "Succeeded to initialize custom process group.", JoinedReply(whole_updates=True)
 
         return Job(verb, io, step, roll_back=leave, waits=self._updater.patience)
 

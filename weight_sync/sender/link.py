@@ -32,13 +32,14 @@ class Bucket:
     """The tensors that one call sends, end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them.
 
     `pieces`: used once, while the ones before are on their way.  `num_bytes`: of all of them.  `more`: further fields
-    of the call.
+    of the call.  `answer_s`: for the answer, over the deadline, once all is sent.
     """
 
     lists: TensorLists
     pieces: Iterable[torch.Tensor] | Iterable[RankPiece]
     num_bytes: int
     more: Mapping[str, Any] = field(default_factory=dict)
+    answer_s: float = GRACE_S
 
 
 def split_pieces(metas: Sequence[TensorMeta], content: torch.Tensor) -> list[torch.Tensor]:
@@ -92,6 +93,12 @@ class EngineLink:
             )
         return num_ranks
 
+    def takes_whole_updates(self, joined: Any) -> bool:
+        """Return whether a bucket's call may begin and end its update, by the engine's answer when it joined."""
+        states_it = isinstance(joined, Mapping) and joined.get("whole_updates") is True
+        bucket = getattr(self._control, "update_weights_from_distributed", None)
+        return states_it and bucket is not None and "whole_update" in inspect.signature(bucket).parameters
+
     def call(self, verb: str, **fields: Any) -> Future[Any]:
         """Start a control call.  An engine that does not take `prepared_s` does not get it; one that does not take
         lists gets the entries of a manifest.
@@ -109,11 +116,17 @@ class EngineLink:
 
 
 class SenderGroup:
-    """A joined group, with the engines whose ranks are in it."""
+    """A joined group, with the engines whose ranks are in it.
 
-    def __init__(self, handle: GroupHandle | RankGroups, links: Sequence[EngineLink]) -> None:
+    `takes_whole_updates`: a call for a bucket may begin its update, and end it.
+    """
+
+    def __init__(
+        self, handle: GroupHandle | RankGroups, links: Sequence[EngineLink], *, takes_whole_updates: bool = False
+    ) -> None:
         self.handle = handle
         self.links = links
+        self.takes_whole_updates = takes_whole_updates
         self.has_ended = False
 
     @property
@@ -192,6 +205,7 @@ class Sending:
         self._group, self._calls = group, calls
         self._works: list[dist.Work] = []
         self._deadline = time.monotonic() + group.timeout_s
+        self._answer_s = bucket.answer_s
         self._broke: TransportError | None = None
         self._reason_deadline = 0.0
         self._is_sent = False
@@ -219,6 +233,15 @@ class Sending:
     def unanswered(self) -> list[Future[Any]]:
         return [call for call in self._calls.values() if not call.done()]
 
+    @property
+    def is_sent(self) -> bool:
+        """True once all has been broadcast, as `poll` found; the answers may still be missing."""
+        return self._is_sent
+
+    def answers(self) -> dict[str, Any]:
+        """Return the answers of the engines that have the bucket, once the sending is over."""
+        return {name: call.result() for name, call in self._calls.items() if name not in (self.failures or ())}
+
     def poll(self) -> bool:
         """Return whether the sending is over.  Waits only to leave a group that broke, and not for long."""
         if self.failures is not None:
@@ -237,7 +260,7 @@ class Sending:
         elif self._is_sent:
             if not has_unanswered:
                 self.failures = refused
-            elif now > self._deadline + GRACE_S:
+            elif now > self._deadline + self._answer_s:
                 within = f"within {self._group.timeout_s:g} s"
                 silent = TransportError(f"the engine took a bucket, but did not answer {within}")
                 self._fail({name: silent for name, call in self._calls.items() if not call.done()} | refused)
@@ -259,6 +282,7 @@ class Sending:
 
     def shorten_deadline(self, within_s: float) -> None:
         """Give the bucket no longer than `within_s` seconds from now."""
+        self._answer_s = GRACE_S
         self._deadline = min(self._deadline, time.monotonic() + within_s)
 
     def _end_connecting(self, call: Future[Any]) -> None:

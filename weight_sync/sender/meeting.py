@@ -105,7 +105,8 @@ def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, Ba
     everything = [*calls.values(), joining]
     wait(everything, timeout=timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
     if all(call.done() and refusal(call) is None for call in everything):
-        group = SenderGroup(joining.result(), list(coming))
+        is_able = all(link.takes_whole_updates(calls[link.name].result()) for link in coming)
+        group = SenderGroup(joining.result(), list(coming), takes_whole_updates=is_able)
         for link in coming:
             link.group, link.rejoins = group, False
         return {}

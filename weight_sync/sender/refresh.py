@@ -10,17 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from weight_sync.digest_plan import hex_digits
 from weight_sync.engine_control import EngineError
 from weight_sync.errors import TransportError
 from weight_sync.joint_update import EngineReport
 from weight_sync.sender.gather import Gatherer
-from weight_sync.sender.lists import Manifest
+from weight_sync.sender.layout import WholeBucket
+from weight_sync.sender.lists import Fingerprints, Manifest
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.refresh_plan import RefreshPlan
 from weight_sync.sender.report import RefreshReport
 from weight_sync.sender.source import Source
 from weight_sync.sender.update import WeightUpdate
 from weight_sync.timing import Parts
+
+_PLAIN_FIELDS = {"weight_version", "coverage", "manifest"}
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Refresh:
     lost: dict[str, BaseException] = field(default_factory=dict)
     engines: Mapping[str, EngineReport] = field(default_factory=dict)
     num_buckets: int | None = None  # None: as `plan` has them
+    _prints: Fingerprints | None = None
     _fingerprints: dict[str, str] = field(default_factory=dict)
     _digest: str | None = None
     _is_repeated: bool = False
@@ -51,7 +56,7 @@ class Refresh:
             gatherer, contents = self.plan.gatherer(self.source, self.ranks), self.plan.contents
         if self.with_manifest:
             with self.parts.timed("fingerprints"):
-                fingerprints = gatherer.fingerprints()
+                fingerprints = self._prints = gatherer.fingerprints()
             with self.parts.timed("manifest"):
                 self.fields["manifest"] = Manifest(contents.lists, fingerprints)
                 self._fingerprints = fingerprints.by_name(contents.lists.names)
@@ -61,6 +66,20 @@ class Refresh:
 
     def begin_fields(self) -> dict[str, Any]:
         return {"manifest": None} | self.fields | {"prepared_s": time.perf_counter() - self.start}
+
+    def whole_update(self) -> dict[str, Any] | None:
+        """Return the fields of an update that is one call: `whole_update.WholeUpdate`.
+
+        None where it has other than one bucket, or fields that belong to a begin of its own.
+        """
+        layout, prints = self.plan.layout, self._prints
+        label, coverage = self.fields["weight_version"], self.fields["coverage"]
+        is_plain = self.fields.keys() <= _PLAIN_FIELDS and isinstance(label, str | None)
+        is_one = len(layout.buckets) == 1 and isinstance(layout.buckets[0], WholeBucket)
+        if not (is_plain and is_one and coverage in ("full", "partial") and (prints is None or prints.known.all())):
+            return None
+        stated = {} if prints is None else {"fingerprints": hex_digits(prints.values[layout.order])}
+        return {"coverage": coverage, "prepared_s": time.perf_counter() - self.start} | stated
 
     def begins_again(self, update: WeightUpdate | None, failure: BaseException) -> bool:
         """Return whether all trainer ranks make another attempt after a failure, which they have agreed on.

@@ -36,6 +36,7 @@ from weight_sync.sender.rooms import Ahead, Rooms
 from weight_sync.sender.source import Source
 from weight_sync.sender.statement import digest_of_refresh
 from weight_sync.sender.update import Progress, WeightUpdate
+from weight_sync.sender.whole_update import kind_of_update
 from weight_sync.timing import Parts
 
 
@@ -314,12 +315,14 @@ class WeightSender:
         num_bytes: int | None,
         progress: Progress | None,
         lost: Mapping[str, BaseException] | None = None,
+        whole: dict[str, Any] | None = None,
     ) -> WeightUpdate:
         if not self._links:
             raise TransactionStateError("there are no engines to update")
         lost = self._rejoin() | dict(lost or {})
         fields = {"update_id": uuid.uuid4().hex} | fields
-        return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing, lost)
+        new = kind_of_update(self._links, progress, whole)
+        return new(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing, lost)
 
     def _rejoin(self) -> dict[str, BaseException]:
         """Join what is left of a shared group that ended; return the errors of engines that did not come."""
@@ -344,7 +347,8 @@ class WeightSender:
                         RankRefresh(self._links, refresh, self._area, leaves_out=leaves_out).run(new)
                 elif refresh.is_sender:
                     num_bytes = refresh.plan.contents.num_bytes
-                    update = self._new_update(refresh.begin_fields(), num_bytes, progress, refresh.lost)
+                    whole = refresh.whole_update()
+                    update = self._new_update(refresh.begin_fields(), num_bytes, progress, refresh.lost, whole)
                     with self._leading(refresh):
                         refresh.engines = update.engines
                         self._lead(update, gatherer, buckets, parts)
@@ -354,7 +358,7 @@ class WeightSender:
                         for bucket in buckets:
                             gatherer.gather(bucket, None)
                     with parts.timed("end"):
-                        ranks.jointly(_nothing)  # the engines' final answers
+                        ranks.jointly(lambda: None)  # the engines' final answers
         except BaseException as error:
             if refresh.begins_again(update, error):
                 return False
@@ -394,7 +398,3 @@ class WeightSender:
     def _area(self, position: int, num_bytes: int) -> torch.Tensor:
         """Return room for a bucket, uint8 [num_bytes]."""
         return self._rooms.take(position, num_bytes, self._device)
-
-
-def _nothing() -> None:
-    """Do nothing, as the work of a rank that only waits for the others."""

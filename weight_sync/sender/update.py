@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 _POLL_S = 0.0005
 _MAX_POLL_S = 0.005
-_CLOSING_S = 1.0
+CLOSING_S = 1.0
 """The deadline of a bucket on its way once the sender is being closed."""
 
 
@@ -92,7 +92,7 @@ class WeightUpdate(JointUpdate):
             raise TransactionStateError("the weight update has ended or was not entered")
         with self.parts.timed("send"):
             # So an engine takes buckets in their order, and finds the next one waiting.
-            _await(
+            await_all(
                 [one for sending in self._sending for one in sending],
                 lambda one: one.poll() or one.has_begun,
                 self._require_open,
@@ -156,9 +156,9 @@ class WeightUpdate(JointUpdate):
         is_interrupted = cause is not None and not isinstance(cause, Exception)
         if is_interrupted or self._closing.is_set():
             for one in (one for sending in self._sending for one in sending):
-                one.shorten_deadline(0.0 if is_interrupted else _CLOSING_S)
+                one.shorten_deadline(0.0 if is_interrupted else CLOSING_S)
         while self._sending:
-            self._drain(self._sending.popleft(), _nothing)
+            self._drain(self._sending.popleft(), nothing)
         super()._leave(cause)
         for name in self._failures.keys() & self._in_shared:
             if (group := self._links[name].group) is not None:
@@ -197,7 +197,7 @@ class WeightUpdate(JointUpdate):
 
     def _drain(self, sending: Collection[Sending], check: Callable[[], None]) -> dict[str, BaseException]:
         """Wait for a bucket on its way; which engines failed, and with what."""
-        _await(sending, Sending.poll, check)
+        await_all(sending, Sending.poll, check)
         failed = {name: error for one in sending for name, error in (one.failures or {}).items()}
         for one in sending:
             for name in one.engines - failed.keys():
@@ -205,7 +205,7 @@ class WeightUpdate(JointUpdate):
         return failed
 
 
-def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool], check: Callable[[], None]) -> None:
+def await_all(everything: Collection[Sending], is_so: Callable[[Sending], bool], check: Callable[[], None]) -> None:
     """Wait until it is so of all.  Looks at once when an engine answers, else less and less often: engines on this
     machine need its cores.  Raises what `check` raises, which is called before each look."""
     has_answered = threading.Event()
@@ -220,5 +220,5 @@ def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool], ch
         check()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Check nothing: the wait goes to its end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from rollout.core.messages.message import (
@@ -41,6 +42,7 @@ _FLUSH = {"flush_cache": (bool, True)}
 """SGLang's: here a refresh never has old prefixes matched, and the cache need not be emptied."""
 Port = Annotated[int, Limits(ge=0, le=65535)]
 PackedBytes = Annotated[int, Limits(ge=1, lt=2**48)]
+Seconds = Annotated[float, Limits(ge=0, le=86400)]
 DEFAULT_GROUP = "weight_update_group"
 
 # --- replies -----------------------------------------------------------------------------------------------------
@@ -61,10 +63,16 @@ class BeginReply(Reply, kw_only=True):
     update_id: str
 
 
+class JoinedReply(Reply, kw_only=True):
+    """`whole_updates`: this server takes an update in one call, `whole_update` of a bucket."""
+
+    whole_updates: bool
+
+
 # --- groups ------------------------------------------------------------------------------------------------------
 
 
-class InitWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
+class InitWeightsUpdateGroupReqInput(ControlReqInput[JoinedReply]):
     """Join a process group with the trainer, or each rank one of two at its port; replies when all are there."""
 
     endpoint = Endpoint(path="/init_weights_update_group", aliases=("/areal_init_weights_update_group",), tag="weights")
@@ -124,7 +132,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     adapters: Literal["keep", "refuse"] | list[AdapterOfUpdate] = "keep"
     selector: Selector = "all"
     sync_base: bool = True
-    prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
+    prepared_s: Seconds | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
     counts_tensors: bool = False  # the label states how many came if not all did, as no part was announced
     # In place of a manifest, as it came in JSON: of entries; or of lists, see `UpdateWeightsFromDistributedReqInput`.
@@ -215,6 +223,18 @@ class BringsTensorsReqInput(UpdateWeightsReqInput[AnyReply], kw_only=True):
     cast: bool | None = None
 
 
+class WholeUpdate(msgspec.Struct, kw_only=True):
+    """An update that has one bucket begins, and ends, in the call of the bucket: the fields that begin it.
+
+    `coverage`, `prepared_s`: as at begin.  `fingerprints`: 16 hex digits for each tensor of the call, end to end: they
+    and its lists are the manifest; null: there is none.
+    """
+
+    coverage: Literal["full", "partial"] = "full"
+    fingerprints: str | None = None
+    prepared_s: Seconds | None = None
+
+
 class UpdateWeightsFromDistributedReqInput(WithLists, BringsTensorsReqInput[BucketReply], kw_only=True):
     """Receive tensors by broadcast from rank 0 of the group.
 
@@ -224,13 +244,15 @@ class UpdateWeightsFromDistributedReqInput(WithLists, BringsTensorsReqInput[Buck
     `tensors_per_rank`: the number of tensors that are sent to each rank, and to no other; rank 0's come first in the
     lists, then rank 1's.  For an update that began with `per_rank`.
     `tensor_lists`: the JSON object of the lists as it came, which are empty then.  `lists_digest`: of its bytes.
+    A body's `whole_update` begins the update `update_id` before the tensors, and ends it behind them: see
+    `WholeUpdate`.  The answer is that of the end then.
     """
 
     endpoint = Endpoint(
         path="/update_weights_from_distributed",
         tag="weights",
         hidden=frozenset({"tensor_lists", "lists_digest"}),
-        accepts=_FLUSH,
+        accepts=_FLUSH | {"whole_update": (WholeUpdate | None, None)},
         timed_as="distributed",
     )
 

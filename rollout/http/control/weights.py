@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from contextlib import suppress
 from typing import Any
 
@@ -12,9 +13,12 @@ from starlette.responses import Response
 
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import LockstepError
+from rollout.core.messages.message import ControlReqOutput
+from rollout.core.messages.tensor_lists import ManifestLists
 from rollout.core.messages.weight_parts import WeightPartsReqInput
 from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     RefusedBucketReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -32,6 +36,18 @@ from rollout.http.protocol import Body, BucketAddress
 def raw_lists(body: Body) -> dict[str, bytes]:
     """Return the fields of a bucket for the lists of `body` that stayed JSON."""
     return {} if body.lists is None else {"tensor_lists": body.lists.data, "lists_digest": body.lists.digest}
+
+
+def _manifest_of(body: Any) -> dict[str, Any]:
+    """Return the fields of a begin for the manifest of a `whole_update`: the lists of its call, and fingerprints."""
+    stated = body.whole_update.fingerprints
+    if stated is None:
+        return {}
+    if body.lists is None:
+        names, dtypes, shapes = body.names, body.dtypes, body.shapes
+        return {"manifest": ManifestLists(names=names, dtypes=dtypes, shapes=shapes, fingerprints=stated)}
+    lists = {"manifest_lists": body.lists.data, "manifest_digest": body.lists.digest}
+    return lists | {"manifest_fingerprints": stated}
 
 
 class WeightRoutes:
@@ -70,9 +86,37 @@ class WeightRoutes:
             await self._refuse_bucket(data, error)
             raise
 
-    async def receive_bucket(self, body: Body) -> Response:
+    async def receive_bucket(self, body: Any) -> Response:
         verb = UpdateWeightsFromDistributedReqInput
-        return reply(await self._verbs.ask(verb, **fields_of(verb, body), **raw_lists(body)))
+        fields = fields_of(verb, body) | raw_lists(body)
+        if body.whole_update is not None:
+            return reply(await self._whole_update(body, fields))
+        return reply(await self._verbs.ask(verb, **fields))
+
+    async def _whole_update(self, body: Any, bucket: dict[str, Any]) -> ControlReqOutput[Any]:
+        """Carry out an update of one call: send its three verbs at once, and return the first refusal, or the end's
+        answer.
+
+        The engine carries them out one by one.  After a begin that it refuses the bucket is of no open update: it is
+        received, as its broadcast comes all the same, and dropped.  An end drops an update whose bucket was refused.
+        """
+        own = {"update_id": bucket["update_id"] or uuid.uuid4().hex}
+        shared = own | {name: bucket[name] for name in ("weight_version", "selector", "cast")}
+        begin = shared | {"coverage": body.whole_update.coverage, "prepared_s": body.whole_update.prepared_s}
+        limit_s = EndWeightUpdateReqInput.endpoint.deadline_s(self._args.weight_update_timeout)
+        asked = [
+            self._verbs.ask(BeginWeightUpdateReqInput, **begin, **_manifest_of(body)),
+            self._verbs.ask(UpdateWeightsFromDistributedReqInput, **bucket | own),
+            self._verbs.ask(EndWeightUpdateReqInput, timeout_s=2 * limit_s, **own),  # it waits for the bucket first
+        ]
+        # Each begins in its turn, and sends its verb before it waits: they reach the engine in this order.
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            if not answer.success:
+                break
+        return answer
 
     async def _refuse_bucket(self, data: bytes, error: LockstepError) -> None:
         """Let the engine leave the group that a refused body names, or all groups if it names none that can be read.

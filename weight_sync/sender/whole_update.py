@@ -1,0 +1,68 @@
+"""`WholeUpdate`: a weight update of one bucket that one engine gets in one call.
+
+    three calls    begin, the bucket, end: each waits for the answer to the one before
+    one call       the engine gets begin and end with the bucket, and carries the three out one after the other
+
+A small refresh takes less time than the calls around it.  What is refused, and what an update leaves behind, is the
+same.  But a bucket whose begin is refused has been sent by then, and is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from weight_sync.errors import TransactionStateError
+from weight_sync.sender.link import GRACE_S, Bucket, EngineLink
+from weight_sync.sender.update import CLOSING_S, Progress, WeightUpdate, await_all, nothing
+
+
+class WholeUpdate(WeightUpdate):
+    """An update whose begin has the fields `whole` besides the ones of its bucket.  `send_bucket` is called once."""
+
+    def __init__(self, whole: dict[str, Any], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._whole = whole
+
+    def send_bucket(self, bucket: Bucket | Mapping[str, Bucket]) -> None:
+        """Send the only bucket, as `WeightUpdate.send_bucket` does."""
+        assert isinstance(bucket, Bucket), "there is one engine"
+        (link,) = self._links.values()
+        more = {**bucket.more, "whole_update": self._whole}
+        # Verify and commit come before the answer.
+        super().send_bucket(dataclasses.replace(bucket, more=more, answer_s=link.timeout_s + GRACE_S))
+
+    def _begin(self) -> None:
+        self._require_connected()
+        self._open.update(self._active)  # an abort is due from now on
+
+    def _end(self) -> None:
+        (sending,) = self._sending[0]  # there is one bucket, and one group
+        closed: TransactionStateError | None = None
+        with self.parts.timed("send"):
+            try:
+                await_all([sending], lambda one: one.poll() or one.is_sent, self._require_open)
+            except TransactionStateError as error:  # the engine may have all of it by now: wait for its answer
+                closed = error
+                sending.shorten_deadline(CLOSING_S)
+        with self.parts.timed("end"):
+            failed = self._drain([sending], nothing)
+            self._sending.clear()
+            replies = sending.answers() | self._committed_of(failed)
+        if closed is not None and not replies:
+            raise closed
+        self._conclude(replies, failed)
+
+
+def kind_of_update(
+    links: Mapping[str, EngineLink], progress: Progress | None, whole: dict[str, Any] | None
+) -> Callable[..., WeightUpdate]:
+    """Return what makes an update: one call where that has the fields `whole`, and there is one engine, which takes it.
+
+    A caller that is told of progress may still end the update when all is sent.  So its end is a call of its own.
+    """
+    groups = [link.group for link in links.values()]
+    is_able = len(groups) == 1 and groups[0] is not None and groups[0].takes_whole_updates
+    return functools.partial(WholeUpdate, whole) if whole is not None and progress is None and is_able else WeightUpdate
