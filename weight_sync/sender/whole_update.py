@@ -59,9 +59,9 @@ class WholeUpdate(WeightUpdate):
 def kind_of_update(
     links: Mapping[str, EngineLink], progress: Progress | None, whole: dict[str, Any] | None
 ) -> Callable[..., WeightUpdate]:
-    """Return what makes an update: one call where that has the fields `whole`, and there is one engine, which takes it.
+    """Return what makes an update: of one call if it has the fields `whole` and its only engine takes such calls.
 
-    A caller that is told of progress may still end the update when all is sent.  So its end is a call of its own.
+    A caller that learns of progress may still end the update when all is sent.  So its end is a call of its own.
     """
     groups = [link.group for link in links.values()]
     is_able = len(groups) == 1 and groups[0] is not None and groups[0].takes_whole_updates

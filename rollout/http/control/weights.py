@@ -94,8 +94,7 @@ class WeightRoutes:
         return reply(await self._verbs.ask(verb, **fields))
 
     async def _whole_update(self, body: Any, bucket: dict[str, Any]) -> ControlReqOutput[Any]:
-        """Carry out an update of one call: send its three verbs at once, and return the first refusal, or the end's
-        answer.
+        """Send the three verbs of an update of one call at once.  Returns the first refusal, or the end's answer.
 
         The engine carries them out one by one.  After a begin that it refuses the bucket is of no open update: it is
         received, as its broadcast comes all the same, and dropped.  An end drops an update whose bucket was refused.

@@ -71,7 +71,7 @@ def test_begin_bucket_and_end_leave_in_this_order(live: Live) -> None:
 
 
 def test_lists_that_are_not_usual_are_a_manifest_too(live: Live) -> None:
-    """A shape that is no list of integers is read as values, and refused as such where it is none."""
+    """They are read as values, and not passed on as JSON."""
     status, _ = call(live, shapes=[[2.0, 3]])
     begin, bucket, _ = received(live)
     assert status == 200 and begin.lists()[2] == bucket.lists()[2] == [[2, 3]]
