@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from rollout.control.control import Control
+from rollout.control.io_thread import IoThread
 from rollout.core.messages.io_struct import ControlReqOutput, GetStateReqInput
 from rollout.core.messages.weights import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 from tests.loopback_updater import LoopbackSource
@@ -26,7 +26,7 @@ def updater_of(harness: Harness) -> WeightUpdater:
     return control_of(harness)._weights._updater
 
 
-def io_of(harness: Harness) -> ThreadPoolExecutor:
+def io_of(harness: Harness) -> IoThread:
     """Return the thread on which weight verbs do their input and output."""
     return control_of(harness)._weights._queue._io
 

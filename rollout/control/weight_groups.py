@@ -54,7 +54,7 @@ class WeightGroups:
         def step(_: None) -> tuple[str, JoinedReply]:
             return "Succeeded to initialize custom process group.", JoinedReply(whole_updates=True)
 
-        return Job(verb, io, step, roll_back=leave, waits=self._updater.patience)
+        return Job(verb, io, step, roll_back=leave, waits=self._updater.patience, starts_threads=True)
 
     def _leave(self, verb: DestroyWeightsUpdateGroupReqInput) -> Job:
         def step(_: None) -> tuple[str, NoReply]:

@@ -45,15 +45,20 @@ class _Mark(NamedTuple):
 
 
 class WeightPace:
-    """Called on the I/O thread with the seconds of each part of a bucket, right after it; at a call's start with 0."""
+    """Called on the I/O thread with the seconds of each part of a bucket, right after it; at a call's start with 0.
+
+    `give_way`: called once there are steps; it may be called again.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
+        give_way: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._scheduler, self._clock, self._sleep = scheduler, clock, sleep
+        self._give_way = give_way
         self._alone = (0.0, 0.0)  # seconds and number of steps in the last rests, which count less with age
         self._debt = 0.0  # seconds lost, less the allowance
         self._work_s = 0.0  # since the last rest
@@ -64,7 +69,9 @@ class WeightPace:
         now = self._now()
         gap_s, self._called_at = now.at - seconds - self._called_at, now.at
         has_work = self._scheduler.has_work
-        if not has_work:
+        if has_work:
+            self._give_way()
+        else:
             self._scheduler.rest_helpers()  # what brings the next part needs the cores
         if gap_s > _MAX_WINDOW_S or not has_work:
             self._begin(now)

@@ -2,7 +2,8 @@
 
 A verb has up to two parts.  The I/O part (rendezvous, receiving, checking) runs on a thread of its own while the
 engine generates.  The step part (commit, publish) runs between two steps on the scheduler's thread.  The thread that
-moves bytes gets less of the processor than steps; a thread that holds the interpreter for long gets as much.
+moves bytes gets less of the processor than steps (`io_thread`); a thread that holds the interpreter for long gets as
+much.
 
     verb -> queue -> [I/O thread: receive / verify] -> step boundary: commit -> publish -> reply
 
@@ -14,8 +15,6 @@ not planned.
 from __future__ import annotations
 
 import functools
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,23 +23,12 @@ from typing import Any
 
 import torch
 
+from rollout.control.io_thread import IoThread
 from rollout.control.rank_consensus import RankConsensus, VerbMark
 from rollout.core.errors import FatalError
 from rollout.core.messages.message import ControlReqInput, Reply, failure
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
-from weight_sync.staging import use_own_stream
 from weight_sync.waiting import Patience
-
-_NICENESS = 15
-
-
-def _settle_in(device: torch.device) -> None:
-    """Give this thread, the I/O thread, less of the processor than steps get, and a stream of its own on a GPU.
-
-    On Linux niceness belongs to a thread, and to the threads that it starts, among them the receiving ones.
-    """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    use_own_stream(device)
 
 
 def _on_threads(count: int, call: Callable[[], Any]) -> Any:
@@ -56,7 +44,8 @@ class Job:
     `step` returns the message and the reply.  `holds_steps`: no step may run during `io`.  `roll_back(reason)`, on the
     I/O thread, undoes `io` after it failed on another rank.  `waits`: the job's wait for a sender, which is cut short
     for a later verb that must not wait as long.  `is_brief`: `io` takes some tenths of a second at most, nearly all in
-    the interpreter, and launches no work on a device.
+    the interpreter, and launches no work on a device.  `starts_threads`: `io` starts threads that stay, and will
+    work next to steps.
     """
 
     verb: ControlReqInput[Any]
@@ -66,6 +55,7 @@ class Job:
     roll_back: Callable[[str], None] | None = None
     waits: Patience | None = None
     is_brief: bool = False
+    starts_threads: bool = False
 
 
 class WeightQueue:
@@ -96,7 +86,7 @@ class WeightQueue:
         self._wait_limit = wait_limit
         self._num_threads = torch.get_num_threads()  # also fixes this thread's own number
         device = scheduler.cache.pool.table.device
-        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_settle_in, initargs=(device,))
+        self._io = IoThread(device)
         # A thread that waits for a processor may hold the interpreter, and then steps wait with it.  So it must not
         # wait for longer than steps would.
         self._brief = ThreadPoolExecutor(1, thread_name_prefix="weight-brief")
@@ -200,8 +190,9 @@ class WeightQueue:
         # While steps run, one thread: two teams that want the same cores wait for each other most of the time.
         count = 1 if self._scheduler.has_work else self._num_threads
         io = functools.partial(_on_threads, count, job.io)
-        thread = self._brief if job.is_brief else self._io
-        self._future = thread.submit(self._consensus.run, mark, io, job.roll_back)
+        work = functools.partial(self._consensus.run, mark, io, job.roll_back)
+        gives_way = self._scheduler.has_work or job.starts_threads
+        self._future = self._brief.submit(work) if job.is_brief else self._io.submit(work, gives_way=gives_way)
         self._future.add_done_callback(self._on_done)
 
     def _on_done(self, _: Future[Any]) -> None:

@@ -15,6 +15,7 @@ from rollout.control.control import Control
 from rollout.control.draft_target import Companions, DraftTarget
 from rollout.control.eplb_parts import build_eplb, fresh_plan, rebalance_policy, start_counting
 from rollout.control.expert_distribution import ExpertDistribution
+from rollout.control.io_thread import give_way
 from rollout.control.kv_age import KVAgeLimit
 from rollout.control.memory_control import MemoryControl
 from rollout.control.placement_adoption import PlacementAdoption
@@ -93,7 +94,7 @@ def build_control(
         memory=held,
         rank=parallel.position.tp_rank,
         ranks=parallel.layout.tp_size,
-        pace=WeightPace(scheduler) if device.type == "cpu" else None,
+        pace=WeightPace(scheduler, give_way) if device.type == "cpu" else None,
         clock=lambda: scheduler.now,
         max_call_bytes=args.max_weight_call_bytes,
         quantised=_held_formats(args, model),

@@ -149,7 +149,7 @@ def test_updates_are_received_on_a_stream_of_their_own(folders: list[Path], monk
     """Only the I/O thread uses that stream; steps keep their own."""
     given: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
-        "rollout.control.weight_queue.use_own_stream",
+        "rollout.control.io_thread.use_own_stream",
         lambda device: given.append((threading.current_thread().name, device)),
     )
     harness = Harness(folders[0], weight_version="v1")

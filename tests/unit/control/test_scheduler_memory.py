@@ -403,7 +403,7 @@ def test_a_request_that_comes_while_the_copy_is_made_wins(folders) -> None:
     harness = engine(folders[0], enable_weights_cpu_backup=True)
     old = answers(harness)
     copying = threading.Event()
-    io_of(harness).submit(copying.wait, 30.0)  # the copy's turn comes after this
+    io_of(harness).submit(lambda: copying.wait(30.0), gives_way=False)  # the copy's turn comes after this
     request = harness.post(ReleaseMemoryOccupationReqInput)
     assert not harness.tick()
     harness.submit(PROMPTS[0], rid="r", params={"max_new_tokens": 100})

@@ -30,9 +30,11 @@ class Engine:
     done: float = 0.0  # of the step that runs
     spent_s: float = 0.0
     num_sleeps: int = 0  # of the threads that help operators
+    gave_way: bool = False
 
     def __post_init__(self) -> None:
-        self.pace = WeightPace(SimpleNamespace(has_work=True, stats=self.stats), lambda: self.now, self.rest)  # type: ignore[arg-type]
+        scheduler = SimpleNamespace(has_work=True, stats=self.stats)
+        self.pace = WeightPace(scheduler, self.give_way, lambda: self.now, self.rest)  # type: ignore[arg-type]
         self.pace._scheduler = self  # type: ignore[assignment]
 
     def advance(self, seconds: float, factor: float) -> None:
@@ -56,6 +58,9 @@ class Engine:
     def rest_helpers(self) -> None:
         self.num_sleeps += 1
 
+    def give_way(self) -> None:
+        self.gave_way = True
+
     def refresh(self, parts: int = 300, part_s: float = 0.004, gap_s: float = 0.0) -> tuple[float, float]:
         """Take the parts; return the share of their speed that steps kept, and the time by that of the parts."""
         start, steps = self.now, self.stats.num_steps
@@ -74,6 +79,7 @@ def test_helpers_sleep_between_parts_unless_steps_run(has_work: bool) -> None:
     engine = Engine(1.0, has_work=has_work)
     engine.refresh(parts=5)
     assert engine.num_sleeps == (0 if has_work else 6)
+    assert engine.gave_way is has_work
 
 
 @pytest.mark.parametrize("step_s", [0.002, 0.01, 0.08])
