@@ -254,8 +254,9 @@ class _Trainer:
             if count_tokens and done == total:
                 rate = (self._num_generated() - tokens) / (time.perf_counter() - since)
 
+        counting = progress if count_tokens else None  # with it a refresh of one bucket is three calls
         report = self._sender.refresh(
-            self._plan.source, bucket_bytes=BUCKET_BYTES, with_manifest=stated, progress=progress
+            self._plan.source, bucket_bytes=BUCKET_BYTES, with_manifest=stated, progress=counting
         )
         (engine,) = report.engines.values()
         assert engine.stall_seconds is not None, "the engine has committed"

@@ -240,7 +240,7 @@ class Sending:
 
     def answers(self) -> dict[str, Any]:
         """Return the answers of the engines that have the bucket, once the sending is over."""
-        return {name: call.result() for name, call in self._calls.items() if name not in (self.failures or ())}
+        return {name: call.result() or {} for name, call in self._calls.items() if name not in (self.failures or ())}
 
     def poll(self) -> bool:
         """Return whether the sending is over.  Waits only to leave a group that broke, and not for long."""

@@ -171,7 +171,7 @@ class WeightSender:
         `source`: a model, a state dict, or (name, tensor) pairs, on any device, whole or sharded (DTensor); it must not
         change meanwhile.  `dtype`: the engine's, to which floating-point tensors are cast on the way.
         `progress(bytes done, bytes in all)` is called after each bucket.  `with_manifest`: state names, dtypes, shapes
-        and fingerprints first, so that a wrong refresh is refused before anything is sent and a flipped bit is noticed.
+        and fingerprints first, so that a wrong refresh is refused before anything is kept and a flipped bit is noticed.
         `split_experts`: see `split_fused_experts`; without it fused tensors go as they are, with no fingerprint.
         `adapters`: by the engines' names, models of PEFT whose adapters come into force with it (`with_adapters`).
         `draft`: they are the draft's, which alone changes.  `begin_options`: further fields of `begin_weight_update`.

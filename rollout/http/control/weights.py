@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any
 
@@ -103,16 +104,16 @@ class WeightRoutes:
         shared = own | {name: bucket[name] for name in ("weight_version", "selector", "cast")}
         begin = shared | {"coverage": body.whole_update.coverage, "prepared_s": body.whole_update.prepared_s}
         limit_s = EndWeightUpdateReqInput.endpoint.deadline_s(self._args.weight_update_timeout)
-        asked = [
+        asked: list[Awaitable[ControlReqOutput[Any]]] = [
             self._verbs.ask(BeginWeightUpdateReqInput, **begin, **_manifest_of(body)),
             self._verbs.ask(UpdateWeightsFromDistributedReqInput, **bucket | own),
             self._verbs.ask(EndWeightUpdateReqInput, timeout_s=2 * limit_s, **own),  # it waits for the bucket first
         ]
         # Each begins in its turn, and sends its verb before it waits: they reach the engine in this order.
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
+        for found in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(found, BaseException):
+                raise found
+            answer = found
             if not answer.success:
                 break
         return answer
