@@ -11,11 +11,8 @@ from typing import Any
 from rollout.control.weight_queue import Job
 from rollout.core.errors import BadRequest
 from rollout.core.messages.message import NoReply
-from rollout.core.messages.weights import (
-    DestroyWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqInput,
-    JoinedReply,
-)
+from rollout.core.messages.weights import DestroyWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqInput
+from rollout.core.messages.whole_update import JoinedReply
 from rollout.distributed.layout import RankPosition
 from weight_sync.update_groups import pair_name
 from weight_sync.updater import WeightUpdater

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from rollout.core.messages.message import (
@@ -35,6 +34,7 @@ from rollout.core.messages.tensor_lists import (
 from rollout.core.messages.update_state import AdapterOfUpdate, CommitReply, TargetOfUpdate, UpdateStateReply
 from rollout.core.messages.weight_parts import WeightPartsReqInput
 from rollout.core.messages.weight_replies import CheckerReply, DropSnapshotReply, PullReply, VersionReply, WeightsReply
+from rollout.core.messages.whole_update import JoinedReply, Seconds, WholeUpdate
 
 _MANIFEST_AS_JSON = ("manifest_entries", "manifest_lists", "manifest_digest", "manifest_fingerprints")
 Selector = Literal["all", "target", "draft"]
@@ -42,7 +42,6 @@ _FLUSH = {"flush_cache": (bool, True)}
 """SGLang's: here a refresh never has old prefixes matched, and the cache need not be emptied."""
 Port = Annotated[int, Limits(ge=0, le=65535)]
 PackedBytes = Annotated[int, Limits(ge=1, lt=2**48)]
-Seconds = Annotated[float, Limits(ge=0, le=86400)]
 DEFAULT_GROUP = "weight_update_group"
 
 # --- replies -----------------------------------------------------------------------------------------------------
@@ -61,12 +60,6 @@ class DiskReply(BucketReply, kw_only=True):
 
 class BeginReply(Reply, kw_only=True):
     update_id: str
-
-
-class JoinedReply(Reply, kw_only=True):
-    """`whole_updates`: this server takes an update in one call, `whole_update` of a bucket."""
-
-    whole_updates: bool
 
 
 # --- groups ------------------------------------------------------------------------------------------------------
@@ -221,18 +214,6 @@ class BringsTensorsReqInput(UpdateWeightsReqInput[AnyReply], kw_only=True):
     """
 
     cast: bool | None = None
-
-
-class WholeUpdate(msgspec.Struct, kw_only=True):
-    """An update that has one bucket begins, and ends, in the call of the bucket: the fields that begin it.
-
-    `coverage`, `prepared_s`: as at begin.  `fingerprints`: 16 hex digits for each tensor of the call, end to end: they
-    and its lists are the manifest; null: there is none.
-    """
-
-    coverage: Literal["full", "partial"] = "full"
-    fingerprints: str | None = None
-    prepared_s: Seconds | None = None
 
 
 class UpdateWeightsFromDistributedReqInput(WithLists, BringsTensorsReqInput[BucketReply], kw_only=True):
