@@ -246,8 +246,8 @@ def test_a_connection_that_breaks_before_the_end_leaves_the_old_version(engine: 
 def test_an_engine_has_the_deadline_of_a_call_to_verify_and_commit(engine: OneCall, sender: WeightSender) -> None:
     """A bucket's answer is due with the bucket; this one comes as late as the answer to an end may."""
     link = sender._links["engine"]
-    link.timeout_s = 1.5
-    engine.at = lambda step: time.sleep(4.0 if step == "end" else 0.0)
+    link.timeout_s = 3.0
+    engine.at = lambda step: time.sleep(5.5 if step == "end" else 0.0)
     seed = next(seeds)
     sender.refresh(version(seed).items())
     assert content(engine) == content_of(seed) and "abort_weight_update" not in engine.calls
