@@ -3,7 +3,8 @@
     tokens       a second, while buckets come and undisturbed, with the same requests running
     stall        of the step that commits, next to a memory copy of as many bytes
     refresh      from the sender's call to the last engine's answer, next to a gloo broadcast of the same bytes between
-                 two bare processes; with no request running, and with as many as in the first line
+                 two bare processes; through shared memory and by broadcast; with no request running, and with as many
+                 as in the first line
     delta        the same server refreshed by what changed alone, from encoding to the answer
     peak memory  of the process that computes, next to the formula of docs/reference/weights/staging.md
 
@@ -38,11 +39,11 @@ from benchmarks.memory import read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
 from rollout.client import RolloutClient
 from rollout.server.child_process import ChildProcess
-from weight_sync.bucket import cut_pieces, pack, plan_buckets
-from weight_sync.pages import HUGE_PAGE
+from weight_sync.bucket import pack, plan_buckets
 from weight_sync.process_group import free_port
-from weight_sync.receivers.distributed import NUM_AREAS, PIECE_BYTES
+from weight_sync.sealed_memory import MAX_MAPPED
 from weight_sync.sender import WeightSender, split_fused_experts
+from weight_sync.sender.carriers import Transport
 from weight_sync.tensor_meta import TensorMeta
 
 MODES = ("host", "device", "journal", "in_place")
@@ -62,18 +63,26 @@ BUSY_S = 8.0
 SETTLE_S = 0.5
 """Memory of a refresh goes back after its answer."""
 
+RATES = {
+    "copy": "a copy",
+    "broadcast": "a bare broadcast",
+    "refresh": "a refresh through shared memory",
+    "by_broadcast": "by broadcast",
+}
 Named = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors sent: buckets of named tensors, and their bytes; `source`: the same as a trainer has it."""
+    """The tensors sent: buckets of named tensors, and their bytes; `source`: the same as a trainer has it.
+
+    `mapped_bytes`: the trainer's memory that the server has mapped, too.
+    """
 
     source: Named
     buckets: list[Named]
     num_bytes: int
-    bucket_bytes: int  # of the largest
-    received_bytes: int  # of the pieces that are in memory at once
+    mapped_bytes: int
 
     @classmethod
     def of(cls, folder: Path, bucket_bytes: int) -> Plan:
@@ -83,11 +92,8 @@ class Plan:
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         buckets = [[(meta.name, tensors[meta.name]) for meta in bucket] for bucket in plan_buckets(metas, bucket_bytes)]
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
-        pieces = [cut_pieces(bucket, PIECE_BYTES) for bucket in plan_buckets(metas, bucket_bytes)]
-        largest = max(sum(meta.nbytes for meta in piece) for bucket in pieces for piece in bucket)
-        area = (largest // HUGE_PAGE + 1) * HUGE_PAGE  # there are marks behind each
-        received = min(NUM_AREAS, max(map(len, pieces))) * area
-        return cls(source, buckets, sum(sizes), max(sizes), received)
+        mapped = sum(max(sizes[turn::MAX_MAPPED], default=0) for turn in range(MAX_MAPPED))
+        return cls(source, buckets, sum(sizes), mapped)
 
 
 def _as_trained(tensors: dict[str, torch.Tensor]) -> Named:
@@ -159,12 +165,12 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int, bu
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False) as http,
         ):
             wait_ready(server, http)
-            trainer = _Trainer(http, plan)
+            trainer, far = _Trainer(http, plan, "shared_memory"), _Trainer(http, plan, "broadcast")
             worker = worker_pid(server.pid)
             trainer.send_one()  # first use of everything; its memory is not worth mentioning
             time.sleep(SETTLE_S)
             memory = _peak_memory(worker, lambda: trainer.refresh(stated=False))  # kept for the refreshes that follow
-            quiet, stated, bare_s = _idle(trainer, plan, rounds)
+            quiet, stated, sent, bare_s = _idle(trainer, far, plan, rounds)
             with _requests(http, requests):
                 time.sleep(0.5)
                 undisturbed = [trainer.tokens_per_second(WINDOW_S)]  # before, between and after: requests grow
@@ -173,14 +179,15 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int, bu
                     busy.append(trainer.refresh(stated=False, count_tokens=True))
                     undisturbed.append(trainer.tokens_per_second(WINDOW_S))
             trainer.leave()
+            far.leave()
             deltas = _by_delta(http, plan, rounds) if mode == "host" else []
     held = mode in ("journal", "in_place")
-    received = plan.bucket_bytes if held else plan.received_bytes
     beside = 0 if held else plan.num_bytes
     return {
         "broadcast_s": statistics.median(bare_s),
         "stall_s": statistics.median(one.stall_s for one in quiet),
         "refresh_s": statistics.median(one.seconds for one in quiet),
+        "by_broadcast_s": statistics.median(one.seconds for one in sent),
         "stated_s": statistics.median(one.seconds for one in stated),
         "busy_s": statistics.median(one.seconds for one in busy),
         "tokens_s": statistics.median(undisturbed),
@@ -191,23 +198,27 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int, bu
         "delta_send_s": statistics.median(one.send_s for one in deltas) if deltas else None,
         "delta_bytes": statistics.median(one.num_bytes for one in deltas) if deltas else None,
         "memory": memory,
-        "memory_formula": received + beside,
+        "memory_formula": plan.mapped_bytes + beside,
         "steps_held": held,
     }
 
 
-def _idle(trainer: _Trainer, plan: Plan, rounds: int) -> tuple[list[Refreshed], list[Refreshed], list[float]]:
-    """Measure refreshes without and with a manifest, and bare broadcasts.
+def _idle(
+    near: _Trainer, far: _Trainer, plan: Plan, rounds: int
+) -> tuple[list[Refreshed], list[Refreshed], list[Refreshed], list[float]]:
+    """Measure refreshes without and with a manifest, refreshes by broadcast, and bare broadcasts.
 
     They take turns, so that the machine's moods meet all of them.
     """
-    quiet, stated, bare_s = [], [], []
+    quiet, stated, sent, bare_s = [], [], [], []
+    far.refresh(stated=False)  # first use
     with BareBroadcast([pack(bucket) for bucket in plan.buckets]) as bare:
         for _ in range(rounds):
             bare_s.append(bare.seconds())
-            quiet.append(trainer.refresh(stated=False))
-            stated.append(trainer.refresh(stated=True))
-    return quiet, stated, bare_s
+            quiet.append(near.refresh(stated=False))
+            sent.append(far.refresh(stated=False))
+            stated.append(near.refresh(stated=True))
+    return quiet, stated, sent, bare_s
 
 
 def _by_delta(http: httpx.Client, plan: Plan, rounds: int) -> list[DeltaRefresh]:
@@ -233,12 +244,12 @@ class Refreshed:
 class _Trainer:
     """Rank 0 of a group with the server."""
 
-    def __init__(self, http: httpx.Client, plan: Plan) -> None:
+    def __init__(self, http: httpx.Client, plan: Plan, transport: Transport) -> None:
         self._http = http
         self._plan = plan
         self._client = RolloutClient(str(http.base_url))
-        self._sender = WeightSender(self._client, timeout_s=TIMEOUT_S)
-        self._sender.connect()
+        self._sender = WeightSender(self._client, timeout_s=TIMEOUT_S, transport=transport)
+        self._sender.connect(group_name=transport)
 
     def leave(self) -> None:
         self._sender.close()
@@ -327,6 +338,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
         "stall, ms",
         "bare broadcast, ms",
         "idle, ms",
+        "by broadcast",
         "stated",
         "busy",
         "peak, MB",
@@ -342,6 +354,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
             _factor(1e3 * row["stall_s"], 1e3 * row["copy_s"], STALL_FACTOR, ".1f"),
             f"{1e3 * row['broadcast_s']:.1f}",
             _factor(1e3 * row["refresh_s"], 1e3 * row["broadcast_s"], factor, ".0f"),
+            f"{1e3 * row['by_broadcast_s']:.0f} ({row['by_broadcast_s'] / row['broadcast_s']:.2f}x)",
             f"{1e3 * row['stated_s']:.0f}",
             _factor(1e3 * row["busy_s"], 1e3 * row["refresh_s"], BUSY_FACTOR, ".0f"),
             _factor(row["memory"] / 1e6, row["memory_formula"] / 1e6, 1 + MEMORY_TOLERANCE, ".0f"),
@@ -353,9 +366,12 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
             f"{1e3 * row['delta_send_s']:.0f} ms to send and commit, {1e3 * row['delta_s']:.0f} with encoding; a full "
             f"refresh {1e3 * row['refresh_s']:.0f} ms."
         )
+    row = rows[0]
+    rates = {name: row["num_bytes"] / row[f"{name}_s"] / 1e9 for name in RATES}
+    console.print("GB/s: " + ", ".join(f"{RATES[name]} {rate:.2f}" for name, rate in rates.items()))
     console.print(
-        "staged: share of the tokens a second while buckets come; bare: a broadcast; refreshes of an idle server, "
-        "stated (with fingerprints), and of a busy one. "
+        "staged: share of the tokens a second while buckets come; bare: a broadcast; refreshes of an idle server "
+        "through shared memory, by broadcast, stated (with fingerprints), and of a busy one. "
         f"Bounds: {100 * SHARE_WHILE_STAGING:.0f} % of the tokens, {STALL_FACTOR}x a copy, {factor}x a bare "
         f"broadcast, {BUSY_FACTOR}x idle, the memory formula within {100 * MEMORY_TOLERANCE:.0f} %.",
     )

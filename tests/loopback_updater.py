@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall, Receiver, StoredSource
 from weight_sync.receivers.distributed import DistributedSource
+from weight_sync.receivers.memory import MemorySource
+from weight_sync.sealed_memory import MemoryAddress
 from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, TensorMeta
 from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.updater import WeightUpdater
@@ -86,8 +88,13 @@ def broadcast_source(
     group_name: str,
     load_format: str | None = None,
     boxes: Sequence[object] | None = None,
+    memory: Mapping[str, int] | None = None,
 ) -> DistributedSource:
-    """Return the source of one bucket, which rank 0 of a joined group will broadcast."""
+    """Return the source of one bucket, which rank 0 of a joined group will broadcast, or has in memory."""
+    if memory is not None:
+        address = MemoryAddress(*(memory[name] for name in MemoryAddress._fields))
+        lists, filled = (lambda: (names, dtypes, shapes, boxes)), memory.get("filled", 0)
+        return MemorySource(address, lists, group_name, updater.receiver, filled=filled)
     return DistributedSource(lambda: (names, dtypes, shapes, boxes), group_name, updater.receiver, load_format)
 
 

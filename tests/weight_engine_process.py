@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
@@ -21,9 +22,10 @@ import torch
 from tests.logical_weights_fake import FakeWeights, NamedWeights
 from tests.loopback_updater import broadcast_source
 from weight_sync.checker import live_fingerprints
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import WeightRequestError, WeightSyncError
 from weight_sync.fingerprint import fingerprint_hex
 from weight_sync.manifest import parse_manifest
+from weight_sync.sealed_memory import MemoryAddress, read_token
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.updater import WeightUpdater
 
@@ -117,6 +119,13 @@ class Engine:
         return reply["result"]
 
 
+class NearEngine(Engine):
+    """An engine that reads memory of senders on its machine."""
+
+    def init_weights_update_group(self, *, memory: dict[str, int] | None = None, **arguments: Any) -> dict[str, Any]:
+        return self.call("init_group", memory=memory, **arguments)
+
+
 class _Server:
     def __init__(self, timeout_s: float, rank: int, entries: list[tuple[str, str, list[int]]] | None) -> None:
         self.weights = FakeWeights(seed=0)
@@ -128,8 +137,9 @@ class _Server:
 
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         if verb == "init_group":
-            rank = arguments.pop("rank_offset") + self.rank
-            return self.updater.groups.init(rank=rank, **arguments)
+            rank, memory = arguments.pop("rank_offset") + self.rank, arguments.pop("memory", None)
+            self.updater.groups.init(rank=rank, **arguments)
+            return {} if memory is None else _answer_to(MemoryAddress(**memory))
         if verb == "begin":
             manifest = arguments.pop("manifest", None)
             arguments["bound"] = arguments.get("update_id") is not None
@@ -155,6 +165,8 @@ class _Server:
         if verb == "receive_distributed":
             version, update_id = (arguments.pop(name, None) for name in ("weight_version", "update_id"))
             return self.updater.receive(broadcast_source(self.updater, **arguments), version, update_id)
+        if verb == "collect":  # what errors hold by their frames goes
+            return gc.collect()
         if verb == "checksums":
             return {name: fingerprint_hex(value) for name, value in live_fingerprints(self.weights).items()}
         if verb == "content_digest":
@@ -165,6 +177,13 @@ class _Server:
         if verb in ("status", "abort"):
             return getattr(self.updater, verb)(**arguments)
         raise ValueError(verb)
+
+
+def _answer_to(address: MemoryAddress) -> dict[str, str]:
+    try:
+        return {"memory_token": read_token(address)}
+    except WeightRequestError as error:
+        return {"memory_refused": str(error)}
 
 
 def main() -> None:

@@ -118,11 +118,15 @@ def check_alignment(metas: Sequence[TensorMeta]) -> int:
     return offset
 
 
-def pack(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """Pack tensors into one uint8 tensor [bytes] on their device.  Raises `WeightRequestError` when not aligned."""
+def pack(named_tensors: Sequence[tuple[str, torch.Tensor]], room: torch.Tensor | None = None) -> torch.Tensor:
+    """Pack tensors into one uint8 tensor [bytes]: `room`, or a new one on their device.
+
+    Raises `WeightRequestError` when not aligned.
+    """
     metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors]
     device = named_tensors[0][1].device if named_tensors else torch.device("cpu")
-    bucket = torch.empty(check_alignment(metas), dtype=torch.uint8, device=device)
+    total = check_alignment(metas)
+    bucket = torch.empty(total, dtype=torch.uint8, device=device) if room is None else room
     for (_, view), (_, tensor) in zip(unpack(bucket, metas), named_tensors, strict=True):
         copy_into(view, tensor)
     return bucket

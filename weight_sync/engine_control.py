@@ -40,7 +40,9 @@ class EngineControl(Protocol):
         backend: str | None,
     ) -> Mapping[str, Any]:
         """Join a group.  An engine that has `weight_parts` takes `rank_ports`, too: a port of the sender for each rank,
-        which joins it there in a group of two.
+        which joins it there in a group of two.  An engine that has a parameter `memory` gets the place of a token in
+        the sender's memory (`weight_sync.sealed_memory`); its answer has `memory_token` if every rank has read it, else
+        `memory_refused`, the reason.
         """
 
     def destroy_weights_update_group(self, *, group_name: str) -> Mapping[str, Any]: ...
@@ -63,7 +65,9 @@ class EngineControl(Protocol):
         weight_version: str | None,
         update_id: str,
     ) -> Mapping[str, Any]:
-        """Receive a bucket.  One with boxes of tensors has `boxes`, too; one for each rank also `tensors_per_rank`."""
+        """Receive a bucket.  One with boxes of tensors has `boxes`, too; one for each rank also `tensors_per_rank`.  An
+        engine that has read the token gets `memory`, where the bucket lies.
+        """
 
     def end_weight_update(self, *, update_id: str, phase: Phase | None = None) -> Mapping[str, Any]: ...
 

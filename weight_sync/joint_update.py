@@ -41,6 +41,7 @@ class EngineReport:
     committed: bool = False
     unknown: bool = False  # it may have committed all the same: it did not answer
     error: str | None = None  # why it was left out
+    transport: str = ""  # how its buckets came; "broadcast" with the reason why not through shared memory
 
 
 class JointUpdate:

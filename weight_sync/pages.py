@@ -63,6 +63,17 @@ def new_area(num_bytes: int, at: int = 0) -> torch.Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
+def mapped_file(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """Return the first bytes of an open file, uint8 [num_bytes], which may be read alone; unmapped with the last view.
+
+    The file must not get shorter meanwhile: a read past its end ends the process.  Raises `StagingError`.
+    """
+    address = _map(num_bytes, mmap.PROT_READ, descriptor=descriptor)
+    content = (ctypes.c_ubyte * num_bytes).from_address(address)
+    weakref.finalize(content, _unmap, address, num_bytes).atexit = False
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
 class PageTrader:
     """Trades spans of at most `max_bytes`.  `close` releases the scratch addresses.
 
@@ -231,9 +242,10 @@ def _page_ceil(address: int) -> int:
     return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _map(num_bytes: int, protection: int, flags: int = 0) -> int:
-    """Map `num_bytes` of private anonymous memory and return their address.  Raises `StagingError`."""
-    found = _libc().mmap(None, num_bytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, -1, 0)
+def _map(num_bytes: int, protection: int, flags: int = 0, descriptor: int = -1) -> int:
+    """Map private anonymous memory, or that of a file, and return its address.  Raises `StagingError`."""
+    flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if descriptor < 0 else mmap.MAP_SHARED
+    found = _libc().mmap(None, num_bytes, protection, flags, descriptor, 0)
     if found == _FAILED:
         raise StagingError(f"the system cannot allocate {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
     return int(found)

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 
 from weight_sync import nccl_group
 from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.sealed_memory import MappedMemories
 from weight_sync.waiting import Patience, in_thread
 
 PYNCCL = "pynccl"
@@ -75,6 +76,7 @@ class GroupHandle:
     listener: dist.Store | None = field(default=None, repr=False)
     """On rank 0 the store in which the members meet: without it a rendezvous that is under way fails on all of them."""
     is_connected: bool = field(default=False, repr=False)  # over NCCL, by a first collective
+    memories: MappedMemories = field(default_factory=MappedMemories, repr=False)  # of rank 0, where it lends them
     _works: list[dist.Work] = field(default_factory=list, repr=False)  # not known to be over
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
@@ -136,6 +138,7 @@ class GroupHandle:
     def destroy(self) -> None:
         """Leave the group.  This ends the wait of a peer in it at once; a peer that has left is no error."""
         self.listener = None
+        self.memories.close()
         process_group, self.process_group = self.process_group, None
         if process_group is None:
             return

@@ -55,11 +55,13 @@ class WeightCalls:
         group_name: str = DEFAULT_GROUP,
         backend: str | None = None,
         rank_ports: Sequence[int] | None = None,
+        memory: Mapping[str, int] | None = None,
     ) -> Call[JsonObject]:
         """Make the server join a process group; returns once all ranks have met, so join on another thread.
 
         `backend` None: the one that fits the server's device.  `rank_ports`: a port of the caller for each rank, which
-        joins it there in a group of two.
+        joins it there in a group of two.  `memory`: of the caller, with a token that the answer has if every rank can
+        map it (`weight_sync.sealed_memory`).
         """
         return method_call(InitWeightsUpdateGroupReqInput, locals())
 
@@ -133,12 +135,14 @@ class WeightCalls:
         cast: bool | None = None,
         boxes: Sequence[Sequence[Sequence[int]] | None] | None = None,
         tensors_per_rank: Sequence[int] | None = None,
+        memory: Mapping[str, int] | None = None,
         whole_update: Mapping[str, Any] | None = None,
     ) -> Call[JsonObject]:
         """Make the server receive these tensors; answers when it has them, so broadcast on another thread.
 
         `boxes`: of each tensor None, or the part of it that comes: [start, stop] in each dimension of its shape.
-        `tensors_per_rank`: how many of them, in their order, come to each rank, and to no other.
+        `tensors_per_rank`: how many of them, in their order, come to each rank, and to no other.  `memory`: of the
+        caller, in which they lie; a notice of each piece is broadcast.
         `whole_update`: they are all of the refresh `update_id`, which this call begins and ends; "coverage" and
         "prepared_s" as in `begin_weight_update`, and "fingerprints", the 16 hex digits of each tensor end to end.
         """

@@ -20,9 +20,11 @@ from weight_sync.errors import WeightRequestError
 from weight_sync.manifest import Manifest, parse_manifest
 from weight_sync.receivers.base import BucketSource, RefusedSource
 from weight_sync.receivers.delta import DELTA, DeltaSource
-from weight_sync.receivers.distributed import DistributedSource, RankShare
+from weight_sync.receivers.distributed import PIECES, DistributedSource, RankShare
 from weight_sync.receivers.ipc import IpcSource
+from weight_sync.receivers.memory import MemorySource
 from weight_sync.receivers.tensor import SafetensorsSource, TensorSource
+from weight_sync.sealed_memory import MemoryAddress
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.updater import WeightUpdater
 
@@ -45,6 +47,11 @@ def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpda
             inner, model.weights, updater.target, updater.exchange, model.quantised, homes, model.known_calls
         )
     packed_bytes, counts = verb.packed_buffer_size_bytes, verb.tensors_per_rank
+    if verb.memory is not None:
+        if verb.load_format != PIECES or counts is not None:
+            return RefusedSource(f"memory has the form {PIECES!r}, for all ranks alike", group, receiver)
+        *address, filled = astuple(verb.memory)
+        return MemorySource(MemoryAddress(*address), verb.lists, group, receiver, verb.digest(), filled)
     if counts is None:
         return DistributedSource(verb.lists, group, receiver, verb.load_format, packed_bytes, verb.digest())
     share = RankShare(updater.rank, updater.ranks, tuple(counts))

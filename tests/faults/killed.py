@@ -18,17 +18,27 @@ from typing import Any
 import torch
 
 from rollout.core.messages.io_struct import ControlReqOutput
-from rollout.core.messages.weights import InitWeightsUpdateGroupReqInput, UpdateWeightsFromIPCReqInput
+from rollout.core.messages.sender_memory import SenderMemory
+from rollout.core.messages.weights import (
+    InitWeightsUpdateGroupReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+)
+from tests.announcements import bucket_fields
 from tests.faults.cells import Cell, Fault
 from tests.faults.contents import Version
 from tests.faults.engines import Engine, Wrong
 from tests.faults.trainers import BUCKETS, Sabotage, Trainer
 from tests.faults.transports import SENDS, Call, Damage, Named, PlayedGroup, Verb
 from tests.parameter_server_stand_in import ParameterServerStandIn
+from weight_sync.bucket import pack
 from weight_sync.process_group import free_port, init_process_group
+from weight_sync.receivers.distributed import PIECES
+from weight_sync.receivers.memory import notice_of
+from weight_sync.sealed_memory import SealedMemory
 from weight_sync.staging import StagingMode
 
-TRANSPORTS = ("distributed", "flattened", "delta", "ipc")
+TRANSPORTS = ("distributed", "flattened", "memory", "delta", "ipc")
 PRELOAD = ["torch", "tests.faults.killed", "tests.faults.ranks", "tests.faults.stopped"]
 _TIMEOUT_S = 20.0
 _BUCKET_BYTES = 1 << 16
@@ -73,7 +83,7 @@ class ProcessTrainer(Trainer):
     ) -> list[ControlReqOutput]:
         engine = self.engine
         if self._sender is None:
-            self._sender = IpcSender() if self.transport == "ipc" else GroupSender(engine)
+            self._sender = self._new_sender()
         call = Call(engine.number(), named, self._base)
         verb, fields = self._sender.start(engine, self.transport, call, stops=damage == "killed")
         request_id = engine.post(verb, weight_version=label, update_id=update_id, **fields)
@@ -82,6 +92,11 @@ class ProcessTrainer(Trainer):
             self._sender.wait_until_it_stops()
             self._kill()
         return [engine.answer_to(request_id, verb.__name__)]
+
+    def _new_sender(self) -> Sender:
+        if self.transport == "ipc":
+            return IpcSender()
+        return MemorySender(self.engine, _lend) if self.transport == "memory" else GroupSender(self.engine, _broadcast)
 
     def _kill(self) -> None:
         if self._sender is not None:
@@ -122,10 +137,10 @@ class Sender:
 class GroupSender(Sender):
     """Rank 0 of a gloo group with the engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, target: Any) -> None:
         self._port = free_port()
         self._group_name = f"killed-{self._port}"
-        super().__init__(_broadcast, self._port, self._group_name)
+        super().__init__(target, self._port, self._group_name)
         joined = engine.call(
             InitWeightsUpdateGroupReqInput,
             master_address="127.0.0.1",
@@ -147,6 +162,15 @@ class GroupSender(Sender):
         messages = [message.numpy().tobytes() for message in played.messages]
         self._pipe.send((stops, messages[: len(messages) // 2] if stops else messages))
         return verb, fields | {"group_name": self._group_name}
+
+
+class MemorySender(GroupSender):
+    """A sender whose memory the engine maps.  It stops with half of a bucket written."""
+
+    def start(self, engine: Engine, transport: str, call: Call, stops: bool) -> Verb:
+        self._pipe.send((stops, pack(call.named).numpy().tobytes()))
+        fields = bucket_fields(call.named, self._group_name, PIECES)
+        return UpdateWeightsFromDistributedReqInput, fields | {"memory": SenderMemory(**self.receive())}
 
 
 class IpcSender(Sender):
@@ -186,6 +210,21 @@ def _broadcast(pipe: Connection, port: int, group_name: str) -> None:
             group.start_broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8)).wait()
         if stops:
             pipe.send("stopped")
+
+
+def _lend(pipe: Connection, port: int, group_name: str) -> None:
+    """Write each content that comes through the pipe to memory, tell where it is, and broadcast a notice of it."""
+    torch.set_num_threads(1)
+    group = init_process_group("127.0.0.1", port, 0, 2, group_name, "gloo", _TIMEOUT_S)
+    while True:
+        stops, content = pipe.recv()
+        memory, half = SealedMemory(len(content)), content[: len(content) // 2] if stops else content
+        memory.content[: len(half)] = torch.frombuffer(bytearray(half), dtype=torch.uint8)
+        pipe.send(memory.address._asdict())
+        if stops:
+            pipe.send("stopped")
+        else:
+            group.start_broadcast(notice_of(0, len(content))).wait()
 
 
 def _converse(pipe: Connection) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from threading import Thread
@@ -19,6 +19,7 @@ import zmq
 from safetensors.torch import save, save_file
 
 from rollout.core.messages.message import ControlReqInput
+from rollout.core.messages.sender_memory import SenderMemory
 from rollout.core.messages.weights import (
     UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -34,7 +35,9 @@ from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.errors import TransportError
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers.delta import DELTA
-from weight_sync.receivers.distributed import FLATTENED_BUCKET
+from weight_sync.receivers.distributed import FLATTENED_BUCKET, PIECES
+from weight_sync.receivers.memory import notice_of
+from weight_sync.sealed_memory import SealedMemory
 
 Named = list[tuple[str, torch.Tensor]]
 Verb = tuple[type[ControlReqInput], dict[str, Any]]
@@ -103,6 +106,22 @@ def distributed(engine: RefreshHarness, call: Call) -> Verb:
 
 def flattened(engine: RefreshHarness, call: Call) -> Verb:
     return _broadcast(engine, call, call.named, [pack(call.named)], FLATTENED_BUCKET)
+
+
+def memory(engine: RefreshHarness, call: Call) -> Verb:
+    """Have the tensors in memory of this process, and broadcast a notice; a sender that is killed sends none."""
+    content = pack(call.named)
+    lent = SealedMemory(max(content.numel(), 1))
+    sent = _damaged(content, call.damage)
+    lent.content[: sent.numel()] = sent
+    engine.at_clean_up(lambda: lent.content.zero_())  # which holds it until then
+    # The file cannot be cut off; a call may state another size.
+    size = max(sent.numel(), 1) if call.damage == "truncated" else lent.address.num_bytes
+    where = SenderMemory(**lent.address._replace(num_bytes=size)._asdict())
+    notices = [notice_of(0, content.numel())] if call.named else []
+    noticed = replace(call, damage="killed" if call.damage == "killed" else None)
+    verb, fields = _broadcast(engine, noticed, call.named, notices, PIECES)
+    return verb, fields | {"memory": where}
 
 
 def delta(engine: RefreshHarness, call: Call) -> Verb:
@@ -260,6 +279,7 @@ def damaged_bytes(content: bytes, damage: Damage | None) -> bytes:
 SENDS: dict[str, Send] = {
     "distributed": distributed,
     "flattened": flattened,
+    "memory": memory,
     "delta": delta,
     "tensor pickle": tensor_pickle,
     "tensor safetensors": tensor_safetensors,

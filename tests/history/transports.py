@@ -32,7 +32,7 @@ def _by_turns(*forms: Make) -> Make:
     return lambda driver, call: forms[call.number % len(forms)](driver, call)
 
 
-_broadcast = _by_turns(transports.flattened, transports.distributed)
+_broadcast = _by_turns(transports.flattened, transports.distributed, transports.memory)
 _any_form = _by_turns(
     transports.tensor_pickle, transports.tensor_flattened, transports.tensor_inline, transports.tensor_safetensors
 )

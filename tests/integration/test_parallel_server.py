@@ -175,6 +175,7 @@ def test_one_sender_refreshes_servers_of_one_and_of_two_ranks_together(folder: P
         report = sender.refresh(tensors, "v1")
         sender.close()
         assert [engine.committed for engine in report.engines.values()] == [True, True, True]
+        assert {engine.transport for engine in report.engines.values()} == {"shared memory"}
         answers = [[facts(reply) for reply in generate(server)] for server in servers.values()]
         assert answers[0] == answers[1] == answers[2]
         sender = WeightSender({"pair": pair.client}, timeout_s=30.0)

@@ -64,7 +64,7 @@ def test_every_chosen_fault_ends_as_it_must(zoo: Zoo, tmp_path: Path, transport:
     assert not [cell for cell in played if cell.wrong is not None]
 
 
-@pytest.mark.full(but=("flattened", "ipc"))
+@pytest.mark.full(but=("flattened", "memory", "ipc"))
 @pytest.mark.parametrize("transport", killed.TRANSPORTS)
 def test_trainers_that_are_killed(zoo: Zoo, tmp_path: Path, transport: str) -> None:
     chosen = list(killed.cells("host", transport))[1::2]

@@ -107,20 +107,24 @@ class DistributedSource(BucketSource):
         if self._key is None:
             call = self._read(max_bytes)
         else:
-            key = (self._key, self._load_format, self._packed_bytes, self._in_turns, max_bytes)
+            key = (type(self), self._key, self._load_format, self._packed_bytes, self._in_turns, max_bytes)
             call = self._known_calls.get(key, lambda: self._read(max_bytes))
         self._messages, self.layouts = call.messages, call.layouts
         self._groups.get(self._group_name)
         return call.metas
 
     def _read(self, max_bytes: int) -> KnownCall:
+        """Return the call, as its lists describe it.  Raises `WeightRequestError`."""
         metas: Sequence[TensorMeta] = parse_metas(*self._lists())
         metas = metas if self._share is None else self._share.of(metas)
         total = sum(meta.nbytes for meta in metas)
         if total > max_bytes:
             raise WeightRequestError(f"the bucket has {total} bytes; one call may have at most {max_bytes}")
         messages = announced(metas, self._load_format, self._packed_bytes)
-        return KnownCall(metas, layouts_of(messages, in_turns=self._in_turns), messages)
+        return KnownCall(metas, self._layouts_of(messages), messages)
+
+    def _layouts_of(self, messages: Sequence[Announced]) -> list[BucketLayout]:
+        return layouts_of(messages, in_turns=self._in_turns)
 
     def receive(self) -> Iterator[PackedBucket]:
         """Yield the tensors, in one or more parts.  Raises as `receive_distributed`."""
@@ -128,15 +132,16 @@ class DistributedSource(BucketSource):
         self._is_begun = True
         complete = False
         try:
-            yield from receive_distributed(
-                group, self._messages, self.layouts, self._device, self._timeout_s, self._memory
-            )
+            yield from self._parts(group)
             complete = True
         finally:
             if not complete:
                 self._memory.close()  # a broadcast that was given up may still write into it
             if group.broken:
                 self._groups.destroy(self._group_name)
+
+    def _parts(self, group: GroupHandle) -> Iterator[PackedBucket]:
+        return receive_distributed(group, self._messages, self.layouts, self._device, self._timeout_s, self._memory)
 
     def refuse(self, reason: str) -> None:
         """Refuse the call.  If it was never received, its broadcast may be on its way all the same, and would be taken
@@ -208,11 +213,21 @@ def _in_turns(
     memory: Areas,
 ) -> Iterator[PackedBucket]:
     """Yield message by message, with the next ones on their way."""
-    largest = max(message.num_bytes for message in messages)
+    for content, layout in zip(received_in_turns(group, messages, device, deadline, memory), layouts):
+        yield PackedBucket(layout, content)
+
+
+def received_in_turns(
+    group: GroupHandle, messages: Sequence[Announced], device: torch.device | str, deadline: float, memory: Areas
+) -> Iterator[torch.Tensor]:
+    """Yield the content of message by message, the caller's until the next one is asked for, as `receive_distributed`.
+
+    Raises as that.
+    """
+    largest = max((message.num_bytes for message in messages), default=0)
     areas = [ReceiveArea(group, largest, device, memory, number) for number in range(min(NUM_AREAS, len(messages)))]
     batches = [[_Start(areas[number % NUM_AREAS], 0, message)] for number, message in enumerate(messages)]
-    for content, layout in zip(_received(group, batches, NUM_AREAS, deadline), layouts):
-        yield PackedBucket(layout, content)
+    return _received(group, batches, NUM_AREAS, deadline)
 
 
 def _all_at_once(

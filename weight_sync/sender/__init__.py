@@ -10,6 +10,8 @@
     refresh_plan  all of that for one form of source, kept from refresh to refresh
     ranks         collectives of the trainer ranks, with deadlines
     gather        a bucket's bytes on the sending rank; fingerprints
+    rooms         the memory that buckets are packed in, which engines may map
+    carriers      how pieces reach the engines of a group: broadcasts, or notices of what lies in memory
     link          one engine: its calls, the group that it is in, a bucket on its way, leaving
     meeting       how engines join groups with this process
     rank_groups   a group with each rank of an engine, and what its ranks keep

@@ -17,6 +17,8 @@ from weight_sync.engine_control import EngineControl, refusal, refusals_of, to_b
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
+from weight_sync.sealed_memory import MemoryAddress
+from weight_sync.sender.carriers import Carrier
 from weight_sync.sender.lists import Manifest, TensorLists
 from weight_sync.sender.rank_groups import EngineRanks, RankGroups, RankPiece
 from weight_sync.tensor_meta import TensorMeta
@@ -29,16 +31,19 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """The tensors that one call sends, end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them.
+    """The tensors that one call sends, end to end, in `pieces`, uint8, as `split_pieces` cuts them.
 
     `pieces`: used once, while the ones before are on their way.  `num_bytes`: of all of them.  `more`: further fields
-    of the call.  `answer_s`: for the answer, over the deadline, once all is sent.
+    of the call.  `memory`: where the pieces lie, which engines may read; None: anywhere.  `filled`: the bytes of the
+    first pieces, which lie there already.  `answer_s`: for the answer, over the deadline, once all is sent.
     """
 
     lists: TensorLists
     pieces: Iterable[torch.Tensor] | Iterable[RankPiece]
     num_bytes: int
     more: Mapping[str, Any] = field(default_factory=dict)
+    memory: MemoryAddress | None = None
+    filled: int = 0
     answer_s: float = GRACE_S
 
 
@@ -61,6 +66,8 @@ class EngineLink:
         self.timeout_s = timeout_s
         self.per_rank = per_rank
         self.group: SenderGroup | None = None
+        self.transport = ""
+        """The way by which buckets reach it since it joined, for the report."""
         self.rejoins = False
         """Its group ended through the failure of another engine: it joins the next one by itself."""
         self._control = control
@@ -110,9 +117,13 @@ class EngineLink:
             fields["manifest"] = manifest.as_lists() if takes_lists else manifest.as_entries()
         if verb == "begin_weight_update" and self.per_rank is not None:
             fields |= self.per_rank.begin_fields
-        if "prepared_s" in fields and "prepared_s" not in inspect.signature(control).parameters:
+        if "prepared_s" in fields and not self.takes(verb, "prepared_s"):
             del fields["prepared_s"]
         return in_thread(control, **fields)
+
+    def takes(self, verb: str, field: str) -> bool:
+        """Return whether a control call has this field."""
+        return field in inspect.signature(getattr(self._control, verb)).parameters
 
 
 class SenderGroup:
@@ -122,9 +133,15 @@ class SenderGroup:
     """
 
     def __init__(
-        self, handle: GroupHandle | RankGroups, links: Sequence[EngineLink], *, takes_whole_updates: bool = False
+        self,
+        handle: GroupHandle | RankGroups,
+        links: Sequence[EngineLink],
+        carrier: Carrier,
+        *,
+        takes_whole_updates: bool = False,
     ) -> None:
         self.handle = handle
+        self.carrier = carrier
         self.links = links
         self.takes_whole_updates = takes_whole_updates
         self.has_ended = False
@@ -151,19 +168,12 @@ class SenderGroup:
                 load_format=PIECES,
                 weight_version=weight_version,
                 update_id=update_id,
+                **self.carrier.fields(bucket.memory, bucket.filled),
                 **bucket.more,
             )
             for link in self.links
         }
         return Sending(self, calls, bucket)
-
-    def start_piece(self, piece: torch.Tensor | RankPiece) -> dist.Work:
-        """Start to broadcast a piece of a bucket.  Raises as `GroupHandle.start_broadcast`."""
-        if isinstance(self.handle, RankGroups):
-            assert isinstance(piece, RankPiece), "a piece for a rank goes to its group"
-            return self.handle.start_broadcast(piece, self.timeout_s)
-        assert isinstance(piece, torch.Tensor), "all ranks of a group get the same"
-        return self.handle.start_broadcast(piece, self.timeout_s)
 
     def leave(self) -> dict[str, BaseException]:
         """Leave the group and have the engines leave it, unless they have; return what they refused."""
@@ -209,15 +219,19 @@ class Sending:
         self._broke: TransportError | None = None
         self._reason_deadline = 0.0
         self._is_sent = False
+        self._num_started = 0  # bytes
+        self._filled = bucket.filled if group.carrier.reads_memory else 0
         for call in calls.values():
             call.add_done_callback(self._end_connecting)
 
     def start_piece(self, piece: torch.Tensor | RankPiece) -> None:
-        """Start to broadcast the next piece, unless an earlier one failed."""
-        if self._broke is not None:
+        """Start to send the next piece, unless it was there before the call, or an earlier one failed."""
+        start = self._num_started
+        self._num_started += piece.numel()
+        if self._broke is not None or start < self._filled:
             return
         try:
-            self._works.append(self._group.start_piece(piece))
+            self._works.append(self._group.carrier.start(piece, start, self._group.timeout_s))
         except TransportError as error:
             self._break(error)
 
@@ -277,8 +291,8 @@ class Sending:
         The only one has if the first piece is there or if it answered.  A broadcast to several ends here before all of
         them have begun.
         """
-        is_taken = not self._group.is_shared and any(work.is_completed() for work in self._works[:1])
-        return self.failures is not None or not self.unanswered or is_taken
+        is_taken = self._is_sent or any(work.is_completed() for work in self._works[:1])
+        return self.failures is not None or not self.unanswered or (is_taken and not self._group.is_shared)
 
     def shorten_deadline(self, within_s: float) -> None:
         """Give the bucket no longer than `within_s` seconds from now."""
@@ -297,6 +311,7 @@ class Sending:
             for work in self._works:
                 self._group.handle.finish(work, self._deadline)
             self._is_sent = True
+            self._works.clear()  # with the pieces, which they hold
         except TransportError as error:
             self._break(error)
 
@@ -314,7 +329,7 @@ class Sending:
 
 
 def start_pieces(sendings: Sequence[Sending]) -> None:
-    """Start to broadcast the pieces of announced buckets: each is packed once, and goes to every group.
+    """Start to send the pieces of announced buckets: each is packed once, and goes to every group.
 
     What the pieces hold must not change until the sendings are over.  Raises what packing raises: all groups are left.
     """

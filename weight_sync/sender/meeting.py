@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weight_sync.engine_control import refusal, refusals_of, to_blame
-from weight_sync.errors import TransportError
+from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late
+from weight_sync.sender.carriers import IN_MEMORY, MemoryOffer, Transport, carrier_of
 from weight_sync.sender.link import GRACE_S, EngineLink, SenderGroup
 from weight_sync.sender.rank_groups import RankGroups, free_ports
 from weight_sync.waiting import Patience, in_thread
@@ -29,7 +30,8 @@ class MeetingPlace:
     """The place at which engines join this process.
 
     `port`: of the first group; None: free ones.  `backend`: a resolved one.  `num_ranks`: how many each engine must
-    have; None: any number.  `shared`: all engines join one group.
+    have; None: any number.  `shared`: all engines join one group.  `transport`: "auto" is shared memory with a group
+    in which every engine can read it, and else broadcasts; what is asked for by name is used, or engines do not join.
     """
 
     address: str
@@ -38,6 +40,7 @@ class MeetingPlace:
     backend: str
     num_ranks: int | None
     shared: bool
+    transport: Transport
     _attempts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def join(self, links: Mapping[str, EngineLink], names: Collection[str]) -> dict[str, BaseException]:
@@ -73,7 +76,7 @@ class MeetingPlace:
 
 
 def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, BaseException]:
-    """Join one group with engines, given with their numbers of ranks.
+    """Join one group with engines, given with their numbers of ranks, and choose how pieces reach them.
 
     Returns the errors of the engines that prevented it: then none has joined.
     """
@@ -90,6 +93,7 @@ def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, Ba
             RankGroups.join,
             (ports,),
         )
+    offer = _offer(coming, place)
     calls = {
         link.name: link.call(
             "init_weights_update_group",
@@ -98,6 +102,7 @@ def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, Ba
             group_name=place.group_name,
             backend=place.backend,
             **fields,
+            **offer.fields,
         )
         for link, offset in zip(coming, itertools.accumulate(coming.values(), initial=1))
     }
@@ -105,11 +110,9 @@ def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, Ba
     everything = [*calls.values(), joining]
     wait(everything, timeout=timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
     if all(call.done() and refusal(call) is None for call in everything):
+        refused = {link: offer.refused(calls[link.name]) for link in coming}
         is_able = all(link.takes_whole_updates(calls[link.name].result()) for link in coming)
-        group = SenderGroup(joining.result(), list(coming), takes_whole_updates=is_able)
-        for link in coming:
-            link.group, link.rejoins = group, False
-        return {}
+        return _settle(joining.result(), refused, place, takes_whole_updates=is_able)
     own = refusal(joining) if time.monotonic() < ends_at else None
     joining.add_done_callback(leave_late)
     early = refusals_of(calls)
@@ -122,3 +125,41 @@ def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, Ba
     silent = {name: did_not for name, call in calls.items() if not call.done()}
     late = refusals_of(calls)
     return to_blame(late) or silent or early or late or dict.fromkeys(calls, did_not)
+
+
+def _offer(coming: Collection[EngineLink], place: MeetingPlace) -> MemoryOffer:
+    """Return the offer to engines that are asked to join to read memory of this process."""
+    lacks = None
+    if place.backend != "gloo":
+        lacks = "the tensors are on a device"
+    elif any(link.per_rank is not None for link in coming):
+        lacks = "per_rank has a group for each rank"
+    elif old := [link.name for link in coming if not link.takes("init_weights_update_group", "memory")]:
+        lacks = f"the control of {old[0]} has no field for it"
+    return MemoryOffer(place.transport, lacks)
+
+
+def _settle(
+    handle: GroupHandle | RankGroups,
+    refused: Mapping[EngineLink, str | None],
+    place: MeetingPlace,
+    *,
+    takes_whole_updates: bool,
+) -> dict[str, BaseException]:
+    """Put engines into a group that they have joined; return the errors of engines that cannot do as they must."""
+    reason = next(filter(None, refused.values()), None)
+    carrier = carrier_of(handle, reads_memory=reason is None)
+    group = SenderGroup(handle, list(refused), carrier, takes_whole_updates=takes_whole_updates)
+    for link in refused:
+        link.group, link.rejoins = group, False
+        link.transport = IN_MEMORY if reason is None else f"broadcast ({reason})"
+    if reason is None or place.transport != "shared_memory":
+        return {}
+    group.leave()
+    for link in refused:
+        link.rejoins = False
+    return {
+        link.name: WeightRequestError(f"it cannot read this process's memory: {why}; use another transport")
+        for link, why in refused.items()
+        if why is not None
+    }

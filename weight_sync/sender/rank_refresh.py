@@ -14,8 +14,6 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
-import torch
-
 from weight_sync.engine_control import EngineError, refusal
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.rank_boxes import RankBoxes
@@ -25,6 +23,7 @@ from weight_sync.sender.link import Bucket, EngineLink
 from weight_sync.sender.rank_groups import EngineRanks
 from weight_sync.sender.rank_plan import RankPlan
 from weight_sync.sender.refresh import Refresh
+from weight_sync.sender.rooms import Room
 from weight_sync.sender.update import WeightUpdate
 
 T = TypeVar("T")
@@ -37,15 +36,15 @@ class _MovedError(TransactionStateError):
 class RankRefresh:
     """The sending of `refresh` to the engines behind `links`.
 
-    All trainer ranks make one and call `run`.  Ranks that do not send have no links.  `room(number, bytes)`: memory for
-    what call `number` sends, uint8 [bytes].  `leaves_out`: an engine that does not answer is left out.
+    All trainer ranks make one and call `run`.  Ranks that do not send have no links.  `room(number, bytes)`: for what
+    call `number` sends.  `leaves_out`: an engine that does not answer is left out.
     """
 
     def __init__(
         self,
         links: Mapping[str, EngineLink],
         refresh: Refresh,
-        room: Callable[[int, int], torch.Tensor],
+        room: Callable[[int, int], Room],
         *,
         leaves_out: bool,
     ) -> None:
@@ -116,7 +115,9 @@ class RankRefresh:
             calls = {plan: plan.calls[number] for plan in gatherers if number < len(plan.calls)}
             with self._parts.timed("pack"):
                 flat = (
-                    self._room(number, sum(call.room for call in calls.values())) if self._refresh.is_sender else None
+                    self._room(number, sum(call.room for call in calls.values())).content
+                    if self._refresh.is_sender
+                    else None
                 )
                 made: dict[RankPlan, Bucket] = {}
                 start = 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from weight_sync.digest_plan import hex_digits
 from weight_sync.engine_control import EngineError
@@ -16,10 +17,12 @@ from weight_sync.errors import TransportError
 from weight_sync.joint_update import EngineReport
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.layout import WholeBucket
+from weight_sync.sender.link import Bucket
 from weight_sync.sender.lists import Fingerprints, Manifest
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.refresh_plan import RefreshPlan
 from weight_sync.sender.report import RefreshReport
+from weight_sync.sender.rooms import Ahead, Room
 from weight_sync.sender.source import Source
 from weight_sync.sender.update import WeightUpdate
 from weight_sync.timing import Parts
@@ -96,6 +99,32 @@ class Refresh:
         with contextlib.suppress(TransportError):
             return bool(self.ranks.sum_over_ranks(np.array([again], dtype=np.uint64))[0])
         return False
+
+    def lead(self, update: WeightUpdate, gatherer: Gatherer, room: Callable[[int, int], Room]) -> None:
+        """Send all buckets in `update`, on the rank that sends.  `room(number, bytes)`: to pack a bucket in."""
+        buckets, parts = self.plan.layout.buckets, self.parts
+
+        def packed(position: int) -> tuple[Room, Iterator[torch.Tensor]]:
+            place = room(position, buckets[position].num_bytes)
+            return place, place.held(gatherer.gather(buckets[position], place.content))
+
+        try:
+            early = Ahead(())
+            ahead: tuple[Room, Iterator[torch.Tensor]] | None = None
+            if buckets and isinstance(buckets[0], WholeBucket):  # ranks gather theirs together, once engines have begun
+                place, pieces = packed(0)
+                ahead = place, (early := Ahead(pieces))
+                update.meanwhile = early.pack_one
+            with update:
+                for position, bucket in enumerate(buckets):
+                    with parts.timed("pack"):  # the bucket before is on its way meanwhile
+                        (place, pieces), ahead = ahead or packed(position), None
+                    filled = early.num_bytes if pieces is early else 0
+                    sent = Bucket(bucket.lists, pieces, bucket.num_bytes, memory=place.address, filled=filled)
+                    update.send_bucket(sent)
+        finally:
+            for part, seconds in update.parts.items():
+                parts[part] = parts.get(part, 0.0) + seconds
 
     def report(self) -> RefreshReport:
         """Return the report of an attempt that succeeded."""

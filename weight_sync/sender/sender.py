@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from weight_sync.engine_control import EngineControl, EngineError
 from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.joint_update import OnEngineFailure
 from weight_sync.process_group import resolve_backend
-from weight_sync.sender.gather import Gatherer
-from weight_sync.sender.layout import SharedBucket, WholeBucket
-from weight_sync.sender.link import Bucket, EngineLink
+from weight_sync.sender.carriers import TRANSPORTS, Transport
+from weight_sync.sender.link import EngineLink
 from weight_sync.sender.lora import lora_of, with_adapters_or_error
 from weight_sync.sender.meeting import MeetingPlace
 from weight_sync.sender.plan import TensorSource
@@ -32,7 +31,7 @@ from weight_sync.sender.ranks import TrainerRanks, device_of_group
 from weight_sync.sender.refresh import Refresh
 from weight_sync.sender.refresh_plan import KeptPlans, RefreshPlan, Settings
 from weight_sync.sender.report import RefreshReport
-from weight_sync.sender.rooms import Ahead, Rooms
+from weight_sync.sender.rooms import Room, Rooms
 from weight_sync.sender.source import Source
 from weight_sync.sender.statement import digest_of_refresh
 from weight_sync.sender.update import Progress, WeightUpdate
@@ -54,6 +53,8 @@ class WeightSender:
     `per_rank`: each rank of an engine is sent what it keeps of the tensors, in a group of its own with the sender.  It
     pays where ranks keep different experts or shards (`--ep-size`, `--tp-size`): of 8 expert-parallel ranks each is
     sent an eighth of the experts.  Where all ranks keep everything one broadcast to all costs less.
+    `transport`: "auto" sends through shared memory to engines on this machine that can read this process's, and by
+    broadcast to others; "broadcast" and "shared_memory" leave no choice.
     """
 
     def __init__(
@@ -64,14 +65,18 @@ class WeightSender:
         on_engine_failure: OnEngineFailure = "abort_all",
         trainer_group: dist.ProcessGroup | None = None,
         per_rank: bool = False,
+        transport: Transport = "auto",
     ) -> None:
+        if transport not in TRANSPORTS:
+            raise WeightRequestError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if on_engine_failure not in ("abort_all", "leave_out"):
             raise WeightRequestError(f"on_engine_failure must be abort_all or leave_out, got {on_engine_failure!r}")
         self._links: dict[str, EngineLink] = {}
         self._timeout_s, self._per_rank = timeout_s, per_rank
         for name, control in (engines if isinstance(engines, Mapping) else {"engine": engines}).items():
             self.add_engine(name, control)
-        self._policy = on_engine_failure
+        self._policy: OnEngineFailure = on_engine_failure
+        self._transport: Transport = transport
         self._trainer_group = trainer_group
         self._device = torch.device("cpu")
         self._rooms = Rooms()
@@ -138,7 +143,8 @@ class WeightSender:
                 "per_rank has a group for each rank, at free ports: leave out shared and master_port"
             )
         resolved = resolve_backend(backend, device)
-        place = MeetingPlace(master_address, master_port, group_name, resolved, engine_world_size, shared)
+        size, how = engine_world_size, self._transport
+        place = MeetingPlace(master_address, master_port, group_name, resolved, size, shared, how)
         with self._sending:
             if shared:
                 for group in filter(None, groups):
@@ -321,8 +327,10 @@ class WeightSender:
             raise TransactionStateError("there are no engines to update")
         lost = self._rejoin() | dict(lost or {})
         fields = {"update_id": uuid.uuid4().hex} | fields
-        new = kind_of_update(self._links, progress, whole)
-        return new(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing, lost)
+        rooms = self._rooms if self._reads_memory else None
+        links, device, closing = self._links, self._device, self._closing
+        new = kind_of_update(links, progress, whole)
+        return new(links, self._policy, device, fields, num_bytes, progress, closing, lost, rooms)
 
     def _rejoin(self) -> dict[str, BaseException]:
         """Join what is left of a shared group that ended; return the errors of engines that did not come."""
@@ -336,7 +344,6 @@ class WeightSender:
     def _attempt(self, refresh: Refresh, progress: Progress | None) -> bool:
         """Send once.  Returns whether all was sent; if not, the engines that are left take it all again."""
         update, ranks, parts = None, refresh.ranks, refresh.parts
-        buckets = refresh.plan.layout.buckets
         try:
             with contextlib.nullcontext() if ranks is None else ranks.reporting():
                 gatherer = refresh.prepare()
@@ -344,18 +351,18 @@ class WeightSender:
                     new = lambda num_bytes: self._new_update(refresh.begin_fields(), num_bytes, progress)  # noqa: E731
                     with self._leading(refresh):
                         leaves_out = self._policy == "leave_out"
-                        RankRefresh(self._links, refresh, self._area, leaves_out=leaves_out).run(new)
+                        RankRefresh(self._links, refresh, self._room, leaves_out=leaves_out).run(new)
                 elif refresh.is_sender:
                     num_bytes = refresh.plan.contents.num_bytes
                     whole = refresh.whole_update()
                     update = self._new_update(refresh.begin_fields(), num_bytes, progress, refresh.lost, whole)
                     with self._leading(refresh):
                         refresh.engines = update.engines
-                        self._lead(update, gatherer, buckets, parts)
+                        refresh.lead(update, gatherer, self._room)
                 else:
                     assert ranks is not None
                     with parts.timed("pack"):
-                        for bucket in buckets:
+                        for bucket in refresh.plan.layout.buckets:
                             gatherer.gather(bucket, None)
                     with parts.timed("end"):
                         ranks.jointly(lambda: None)  # the engines' final answers
@@ -364,24 +371,6 @@ class WeightSender:
                 return False
             raise
         return True
-
-    def _lead(
-        self, update: WeightUpdate, gatherer: Gatherer, buckets: Sequence[WholeBucket | SharedBucket], parts: Parts
-    ) -> None:
-        try:
-            first = next(iter(buckets), None)
-            ahead: Ahead | None = None
-            if isinstance(first, WholeBucket):  # ranks gather theirs together, once engines have begun
-                ahead = Ahead(gatherer.gather(first, self._area(0, first.num_bytes)))
-                update.meanwhile = ahead.pack_one
-            with update:
-                for position, bucket in enumerate(buckets):
-                    with parts.timed("pack"):  # the bucket before is on its way meanwhile
-                        pieces, ahead = ahead or gatherer.gather(bucket, self._area(position, bucket.num_bytes)), None
-                    update.send_bucket(Bucket(bucket.lists, pieces, bucket.num_bytes))
-        finally:
-            for part, seconds in update.parts.items():
-                parts[part] = parts.get(part, 0.0) + seconds
 
     @contextlib.contextmanager
     def _leading(self, refresh: Refresh) -> Iterator[None]:
@@ -395,6 +384,11 @@ class WeightSender:
         if any(engine.error is not None for engine in refresh.engines.values()):
             self._rooms.clear()
 
-    def _area(self, position: int, num_bytes: int) -> torch.Tensor:
-        """Return room for a bucket, uint8 [num_bytes]."""
-        return self._rooms.take(position, num_bytes, self._device)
+    @property
+    def _reads_memory(self) -> bool:
+        """True if an engine reads buckets where they are packed."""
+        return any(link.group is not None and link.group.carrier.reads_memory for link in self._links.values())
+
+    def _room(self, position: int, num_bytes: int) -> Room:
+        """Return room for a bucket.  Raises `TransportError`."""
+        return self._rooms.take(position, num_bytes, self._device, shared=self._reads_memory)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weight_sync.errors import TransactionStateError
+from weight_sync.sender.carriers import Transport
 from weight_sync.sender.link import Bucket
 from weight_sync.sender.lists import Fingerprints, Manifest
 from weight_sync.sender.ranks import TrainerRanks, device_of_group
@@ -50,8 +51,9 @@ class ShardSender(WeightSender):
         *,
         timeout_s: float = 300.0,
         trainer_group: dist.ProcessGroup | None = None,
+        transport: Transport = "auto",
     ) -> None:
-        super().__init__(engines, timeout_s=timeout_s, trainer_group=trainer_group)
+        super().__init__(engines, timeout_s=timeout_s, trainer_group=trainer_group, transport=transport)
         self._kept: _Kept | None = None
 
     def connect(self, *, group_name: str = "weight_update_group", **options: Any) -> None:
@@ -189,8 +191,9 @@ class ShardSender(WeightSender):
         def send(position: int) -> None:
             if position < len(plan.buckets):
                 bucket = plan.buckets[position]
-                pieces = bucket.pieces(views, self._area(position, bucket.num_bytes))
-                update.send_bucket(Bucket(bucket.lists, pieces, bucket.num_bytes))
+                room = self._room(position, bucket.num_bytes)
+                pieces = room.held(bucket.pieces(views, room.content))
+                update.send_bucket(Bucket(bucket.lists, pieces, bucket.num_bytes, memory=room.address))
 
         try:
             with self._sending, update:

@@ -23,6 +23,7 @@ from weight_sync.errors import TransactionStateError
 from weight_sync.joint_update import ABORT_S, JointUpdate, OnEngineFailure
 from weight_sync.sender.link import Bucket, EngineLink, Sending, split_pieces, start_pieces
 from weight_sync.sender.lists import TensorLists
+from weight_sync.sender.rooms import Rooms
 from weight_sync.tensor_meta import TensorMeta
 
 Progress = Callable[[int, int], None]
@@ -38,7 +39,8 @@ class WeightUpdate(JointUpdate):
 
     `fields`: of begin, `update_id` among them.  `num_bytes`: how many will be sent, for `progress(done, total)`; None:
     not known.  `closing`: set by another thread that closes the sender; the update is aborted then.  `lost`: the errors
-    of engines that were lost before, to be reported again.
+    of engines that were lost before, to be reported again.  `rooms`: for buckets of the caller, in memory that
+    engines map; None: each takes its own.
 
     An engine of a shared group that fails before all was sent ends the update on all, whatever the policy: the others
     cannot go on in that group.
@@ -54,8 +56,11 @@ class WeightUpdate(JointUpdate):
         progress: Progress | None = None,
         closing: threading.Event | None = None,
         lost: Mapping[str, BaseException] | None = None,
+        rooms: Rooms | None = None,
     ) -> None:
         super().__init__(links, on_engine_failure, fields)
+        for name, link in links.items():
+            self.engines[name].transport = link.transport
         self._links = links
         self._in_shared = {name for name, link in links.items() if link.group is not None and link.group.is_shared}
         self._is_sent = False
@@ -66,6 +71,7 @@ class WeightUpdate(JointUpdate):
         self.meanwhile: Callable[[], bool] | None = None
         """Packs a part of the first bucket, while engines begin; returns whether there was one left."""
         self._num_bytes, self._progress = num_bytes, progress
+        self._rooms = rooms
         self._closing = closing or threading.Event()
         self._sending: deque[list[Sending]] = deque()  # by group; the oldest bucket first
         self.bytes_sent = 0
@@ -79,8 +85,15 @@ class WeightUpdate(JointUpdate):
         named = [(name, tensor.detach()) for name, tensor in named_tensors]
         named.sort(key=lambda item: -item[1].dtype.itemsize)  # so that it can be packed
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-        content = pack(named).to(self._device)
-        self.send_bucket(Bucket(TensorLists.of(metas), split_pieces(metas, content), content.numel()))
+        if self._rooms is None:
+            content, address, filled = pack(named).to(self._device), None, 0
+        else:
+            number, num_bytes = self.buckets_sent + len(self._sending), sum(meta.nbytes for meta in metas)
+            room = self._rooms.take(number, num_bytes, self._device, shared=True)
+            content, address, filled = pack(named, room.content), room.address, num_bytes
+        pieces = iter(split_pieces(metas, content))  # which holds nothing once they were sent
+        lists = TensorLists.of(metas)
+        self.send_bucket(Bucket(lists, pieces, content.numel(), memory=address, filled=filled))
 
     def send_bucket(self, bucket: Bucket | Mapping[str, Bucket]) -> None:
         """Send a bucket as `send` does, or to each engine its own, by name; one that has none is sent nothing.
@@ -160,6 +173,8 @@ class WeightUpdate(JointUpdate):
         while self._sending:
             self._drain(self._sending.popleft(), nothing)
         super()._leave(cause)
+        if self._rooms is not None and (cause is not None or self._failures):
+            self._rooms.clear()  # an engine may read on
         for name in self._failures.keys() & self._in_shared:
             if (group := self._links[name].group) is not None:
                 group.leave_failed()

@@ -20,6 +20,7 @@ from rollout.core.messages.message import (
     Total,
     UpdateId,
 )
+from rollout.core.messages.sender_memory import SenderMemory
 from rollout.core.messages.tensor_lists import (
     Boxes,
     Lists,
@@ -77,6 +78,7 @@ class InitWeightsUpdateGroupReqInput(ControlReqInput[JoinedReply]):
     group_name: str = DEFAULT_GROUP
     backend: str | None = None
     rank_ports: list[Port] | None = None
+    memory: SenderMemory | None = None
 
 
 class DestroyWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
@@ -224,6 +226,7 @@ class UpdateWeightsFromDistributedReqInput(WithLists, BringsTensorsReqInput[Buck
 
     `tensors_per_rank`: the number of tensors that are sent to each rank, and to no other; rank 0's come first in the
     lists, then rank 1's.  For an update that began with `per_rank`.
+    `memory`: of rank 0, in which the `pieces` lie end to end; it broadcasts a notice of each.
     `tensor_lists`: the JSON object of the lists as it came, which are empty then.  `lists_digest`: of its bytes.
     A body's `whole_update` begins the update `update_id` before the tensors, and ends it behind them: see
     `WholeUpdate`.  The answer is that of the end then.
@@ -243,9 +246,9 @@ class UpdateWeightsFromDistributedReqInput(WithLists, BringsTensorsReqInput[Buck
     boxes: Boxes | None = None
     group_name: str = DEFAULT_GROUP
     load_format: str | None = None
-    packed_buffer_size_bytes: PackedBytes | None = None
-    """The size of a buffer with `load_format` "packed"."""
+    packed_buffer_size_bytes: PackedBytes | None = None  # of a buffer with `load_format` "packed"
     tensors_per_rank: list[Size] | None = None
+    memory: SenderMemory | None = None
     tensor_lists: bytes | None = None
     lists_digest: bytes | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from rollout.core.messages.message import Limits, Reply
 
@@ -24,6 +25,11 @@ class WholeUpdate(msgspec.Struct, kw_only=True):
 
 
 class JoinedReply(Reply, kw_only=True):
-    """The reply of a rendezvous.  `whole_updates`: a bucket may have `whole_update`."""
+    """The reply of a rendezvous.  `whole_updates`: a bucket may have `whole_update`.
+
+    `memory_token`: in the memory that the call names, if every rank has read the same there; else `memory_refused`.
+    """
 
     whole_updates: bool
+    memory_token: str | UnsetType = UNSET
+    memory_refused: str | UnsetType = UNSET

@@ -18,6 +18,7 @@ class Group:
     """A group with one engine.  `finishing` is called while a broadcast is finished."""
 
     has_ended, is_shared, timeout_s = False, False, 60.0
+    carrier = SimpleNamespace(reads_memory=False)
 
     def __init__(self) -> None:
         finish, note = lambda work, deadline: self.finishing(), lambda reason: None
@@ -26,7 +27,7 @@ class Group:
 
 
 def sending_of(group: Group, call: Future[Any], *, has_come: bool) -> Sending:
-    sending = Sending(group, {"engine": call}, SimpleNamespace(num_bytes=1))  # type: ignore[arg-type]
+    sending = Sending(group, {"engine": call}, SimpleNamespace(num_bytes=1, answer_s=2.0))  # type: ignore[arg-type]
     sending._works.append(SimpleNamespace(is_completed=lambda: has_come))  # type: ignore[arg-type]
     return sending
 
@@ -66,7 +67,7 @@ def test_an_answer_ends_the_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         looks.append(one.poll())
         return looks[-1]
 
-    waiting = threading.Thread(target=update._await, args=([sending], look, lambda: None), daemon=True)
+    waiting = threading.Thread(target=update.await_all, args=([sending], look, lambda: None), daemon=True)
     waiting.start()
     while not looks:
         waiting.join(0.01)
