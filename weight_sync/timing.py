@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
 class Parts(dict[str, float]):
     """Seconds by part, in the order in which they ended first."""
+
+    def add(self, others: Mapping[str, float]) -> None:
+        """Add the seconds of other work."""
+        for part, seconds in others.items():
+            self[part] = self.get(part, 0.0) + seconds
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

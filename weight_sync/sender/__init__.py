@@ -21,8 +21,7 @@
                   the others and the end in two phases are in `weight_sync/joint_update.py`
     refresh       one call of `refresh`: what it sends, and who was lost in earlier attempts
     sender        `WeightSender`, which joins all this
-    shard         parts of tensors by their boxes, and which rank sends which
-    shard_plan    all that a refresh of shards does alike each time
+    shard         parts of tensors by their boxes, which rank sends which, and how
     shard_sender  `ShardSender`: ranks that each send their own shards, at once
 
 Needs torch only.

@@ -56,22 +56,20 @@ class Gatherer:
         return bucket.assemble([mine, *received[1:]], flat)
 
     def fingerprints(self) -> Fingerprints:
-        """Return F of the content as it is sent, in the order of the plan, on every rank; without fused tensors, which
-        the engine splits.
+        """Return F of the content as it is sent, in the order of the layout's names, on every rank; without fused
+        tensors, which the engine splits.
         """
-        layout, ranks = self._layout, self._ranks
+        ranks = self._ranks
         values = self._own_prints() if ranks is None else ranks.sum_over_ranks(ranks.jointly(self._own_prints))
-        planned = Fingerprints(np.empty_like(values), np.empty_like(layout.printed))
-        planned.values[layout.order], planned.known[layout.order] = values, layout.printed
-        return planned
+        return Fingerprints(values, self._layout.printed)
 
     def _own_prints(self) -> npt.NDArray[np.uint64]:
-        """Return the shares of the fingerprints that this rank holds, uint64 [n], in the order of the buckets."""
-        values = np.zeros(len(self._layout.order), np.uint64)
-        positions, plan = self._layout.prints
-        values[positions] = plan.values(self._views)
-        for number, value in self._layout.slices.values(self._views).items():
-            values[positions[number]] = value
+        """Return the shares of the fingerprints that this rank holds, uint64 [n], in the order of the names."""
+        layout = self._layout
+        values, shares = np.zeros(len(layout.printed), np.uint64), layout.prints.values(self._views)
+        for number, value in layout.slices.values(self._views).items():
+            shares[number] = value
+        np.add.at(values, layout.numbers, shares)
         return values
 
     def _pack_mine(self, bucket: SharedBucket) -> torch.Tensor:

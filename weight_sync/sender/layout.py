@@ -16,6 +16,7 @@ import torch
 
 from weight_sync.bucket import PackPlan, cut_pieces, end_to_end
 from weight_sync.fingerprint_batch import FingerprintPlan, Form
+from weight_sync.fused_experts import is_fused
 from weight_sync.receivers.distributed import PIECE_BYTES
 from weight_sync.sender.lists import TensorLists
 from weight_sync.sender.plan import TensorPlan
@@ -30,9 +31,10 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class Layout:
-    """The layout of `buckets` of a plan's tensors.  `ranks`: None where no tensor is sharded.  `device`: of buckets.
+    """The layout of `buckets` of a plan's parts.  `ranks`: None where no tensor is sharded.  `device`: of buckets.
 
-    Raises `WeightRequestError` for shards that cannot be sent.
+    `names`: of all tensors that are sent, as fingerprints are given; None: of the plan's parts.  Raises
+    `WeightRequestError` for shards that cannot be sent.
     """
 
     def __init__(
@@ -41,50 +43,58 @@ class Layout:
         buckets: Sequence[Sequence[TensorMeta]],
         ranks: TrainerRanks | None,
         device: torch.device,
+        names: Sequence[str] | None = None,
     ) -> None:
-        metas = [meta for bucket in buckets for meta in bucket]
-        numbers = {name: number for number, name in enumerate(plan.parts)}
-        self.order = np.array([numbers[meta.name] for meta in metas], np.int64)
-        """The number in the plan of each tensor, in the order of the buckets."""
+        self._names = list(plan.parts) if names is None else names
         shares = Shares(plan, ranks)
-        own = [(position, share) for position, meta in enumerate(metas) for share in shares.own(meta.name)]
-        self._contents = [shares.content(share) for _, share in own]
-        self._own = [share for _, share in own]
-        self._positions = np.array([position for position, _ in own], np.int64)
+        self._own = [share for bucket in buckets for meta in bucket for share in shares.own(meta)]
+        self._contents = [shares.content(share) for share in self._own]
         self.recipe = Recipe(self._contents)
         self.buckets: list[WholeBucket | SharedBucket] = []
         first = 0
         for bucket in buckets:
-            last = first + sum(len(shares.own(meta.name)) for meta in bucket)
+            last = first + sum(len(shares.own(meta)) for meta in bucket)
             packing = self._contents[first:last], first
             if ranks is None:
                 self.buckets.append(WholeBucket(bucket, *packing, device))
             else:
-                held = [shares.of(meta.name) for meta in bucket]
+                held = [shares.of(meta) for meta in bucket]
                 self.buckets.append(SharedBucket(bucket, *packing, held, ranks, device))
             first = last
-        self.printed = np.array([not plan.parts[meta.name].is_fused for meta in metas], bool)
-        """The tensors, in the order of the buckets, that have a fingerprint, as bool."""
 
     @functools.cached_property
-    def prints(self) -> tuple[npt.NDArray[np.int64], FingerprintPlan]:
-        """The plan of the fingerprints of what this rank holds, and of which tensor each is, in the order of buckets.
+    def printed(self) -> npt.NDArray[np.bool_]:
+        """Of each tensor that is sent, whether it has a fingerprint: fused ones, which the engine splits, do not."""
+        return np.array([not is_fused(name) for name in self._names], np.bool_)
+
+    @functools.cached_property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """The number among all tensors of each that this rank holds something of, in the order of the views."""
+        numbers = {name: number for number, name in enumerate(self._names)}
+        return np.array([numbers[share.meta.name] for share in self._own], np.int64)
+
+    @functools.cached_property
+    def prints(self) -> FingerprintPlan:
+        """The plan of the fingerprints of what this rank holds, in the order of the views.
 
         Raises `WeightRequestError` for a dtype without a fingerprint.
         """
-        forms = [
-            Form(content.view_shape, content.dtype, content.meta.dtype, share.offset or 0, content.device)
-            if self.printed[position] and share.offset is not None
-            else Form((0,), content.dtype, torch.uint8, 0, content.device)
-            for position, content, share in zip(self._positions, self._contents, self._own, strict=True)
-        ]
-        return self._positions, FingerprintPlan(forms)
+        return FingerprintPlan(
+            [
+                Form(content.view_shape, content.dtype, content.meta.dtype, share.offset or 0, content.device)
+                if self.printed[number] and share.offset is not None
+                else Form((0,), content.dtype, torch.uint8, 0, content.device)
+                for number, content, share in zip(self.numbers, self._contents, self._own, strict=True)
+            ]
+        )
 
     @functools.cached_property
     def slices(self) -> SlicePrints:
         """The plan of the fingerprints of what this rank holds that is not one run of its tensor, by number of view."""
-        held = enumerate(zip(self._positions, self._own, strict=True))
-        return SlicePrints([(at, share) for at, (where, share) in held if share.offset is None and self.printed[where]])
+        held = enumerate(zip(self.numbers, self._own, strict=True))
+        return SlicePrints(
+            [(at, share) for at, (tensor, share) in held if share.offset is None and self.printed[tensor]]
+        )
 
 
 class _Piece:

@@ -73,17 +73,15 @@ class RankPlan:
         ranks: TrainerRanks | None,
     ) -> None:
         self.boxes = boxes
-        self._names: dict[str, str] = {}
         parts: dict[str, Part] = {}
         by_rank: list[list[TensorMeta]] = [[] for _ in range(boxes.num_ranks)]
         for (name, part), pattern in zip(tensors.parts.items(), boxes.parsed_tensors(tensors.metas), strict=True):
             shape = tuple(tensors.sources[part.source].shape)
             for rank, wanted in enumerate(pattern):
-                for number, box in enumerate(wanted):
-                    key = f"{rank}:{number}:{name}"
-                    meta = TensorMeta(key, part.meta.dtype, part.meta.shape, box)
-                    parts[key] = Part(meta, part.source, part.piece if box is None else _boxed(part.piece, shape, box))
-                    self._names[key] = name
+                for box in wanted:
+                    meta = TensorMeta(name, part.meta.dtype, part.meta.shape, box)
+                    piece = part.piece if box is None else _boxed(part.piece, shape, box)
+                    parts[f"{name} {box}"] = Part(meta, part.source, piece)
                     by_rank[rank].append(meta)
         share = max(1, bucket_bytes // max(1, boxes.num_ranks))
         calls = list(itertools.zip_longest(*(plan_buckets(metas, share) for metas in by_rank), fillvalue=[]))
@@ -92,16 +90,14 @@ class RankPlan:
         self.layout = layout
         buckets = iter(layout.buckets)
         self.calls = [
-            self._call(call, [(rank, next(buckets)) for rank, metas in enumerate(call) if metas]) for call in calls
+            RankCall(
+                TensorLists.of([meta for metas in call for meta in metas]),
+                JsonList(map(len, call)),
+                [(rank, next(buckets)) for rank, metas in enumerate(call) if metas],
+            )
+            for call in calls
         ]
         self.num_bytes = sum(bucket.num_bytes for bucket in layout.buckets)
-
-    def _call(
-        self, call: Sequence[Sequence[TensorMeta]], buckets: Sequence[tuple[int, WholeBucket | SharedBucket]]
-    ) -> RankCall:
-        metas = [meta for rank in call for meta in rank]
-        named = [TensorMeta(self._names[meta.name], meta.dtype, meta.shape, meta.box) for meta in metas]
-        return RankCall(TensorLists.of(named), JsonList(map(len, call)), buckets)
 
 
 def _boxed(piece: Piece, shape: tuple[int, ...], box: Box) -> Piece:

@@ -23,6 +23,7 @@ from weight_sync.sender.link import Bucket, EngineLink
 from weight_sync.sender.rank_groups import EngineRanks
 from weight_sync.sender.rank_plan import RankPlan
 from weight_sync.sender.refresh import Refresh
+from weight_sync.sender.refresh_plan import RefreshPlan
 from weight_sync.sender.rooms import Room
 from weight_sync.sender.update import WeightUpdate
 
@@ -50,6 +51,7 @@ class RankRefresh:
     ) -> None:
         self._leaves_out = leaves_out
         self._links = {name: link for name, link in links.items() if link.group is not None}
+        assert isinstance(refresh.plan, RefreshPlan), "shards go to all ranks of an engine alike"
         self._refresh, self._plan, self._ranks = refresh, refresh.plan, refresh.ranks
         self._room, self._parts = room, refresh.parts
         self._plans: dict[str, RankPlan] = {}
@@ -76,8 +78,7 @@ class RankRefresh:
                 self._begin(update, stack)
                 self._send(update)
         finally:
-            for part, seconds in update.parts.items() if update is not None else ():
-                self._parts[part] = self._parts.get(part, 0.0) + seconds
+            self._parts.add(update.parts if update is not None else {})
         if update is None and self._ranks is not None:
             with self._parts.timed("end"):
                 self._ranks.jointly(lambda: None)  # the engines' final answers

@@ -23,6 +23,7 @@ from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.refresh_plan import RefreshPlan
 from weight_sync.sender.report import RefreshReport
 from weight_sync.sender.rooms import Ahead, Room
+from weight_sync.sender.shard import ShardPlan
 from weight_sync.sender.source import Source
 from weight_sync.sender.update import WeightUpdate
 from weight_sync.timing import Parts
@@ -34,13 +35,14 @@ _PLAIN_FIELDS = {"weight_version", "coverage", "manifest"}
 class Refresh:
     """`fields`: of begin.  `ranks`: of this attempt; None where this one sends alone."""
 
-    plan: RefreshPlan
+    plan: RefreshPlan | ShardPlan
     source: Source
     ranks: TrainerRanks | None
     fields: dict[str, Any]
     with_manifest: bool
     start: float
     parts: Parts
+    num_bytes: int
     lost: dict[str, BaseException] = field(default_factory=dict)
     engines: Mapping[str, EngineReport] = field(default_factory=dict)
     num_buckets: int | None = None  # None: as `plan` has them
@@ -81,7 +83,7 @@ class Refresh:
         is_one = len(layout.buckets) == 1 and isinstance(layout.buckets[0], WholeBucket)
         if not (is_plain and is_one and coverage in ("full", "partial") and (prints is None or prints.known.all())):
             return None
-        stated = {} if prints is None else {"fingerprints": hex_digits(prints.values[layout.order])}
+        stated = {} if prints is None else {"fingerprints": hex_digits(prints.values[layout.numbers])}
         return {"coverage": coverage, "prepared_s": time.perf_counter() - self.start} | stated
 
     def begins_again(self, update: WeightUpdate | None, failure: BaseException) -> bool:
@@ -123,14 +125,13 @@ class Refresh:
                     sent = Bucket(bucket.lists, pieces, bucket.num_bytes, memory=place.address, filled=filled)
                     update.send_bucket(sent)
         finally:
-            for part, seconds in update.parts.items():
-                parts[part] = parts.get(part, 0.0) + seconds
+            parts.add(update.parts)
 
     def report(self) -> RefreshReport:
         """Return the report of an attempt that succeeded."""
         return RefreshReport(
             self.fields["weight_version"],
-            self.plan.contents.num_bytes,
+            self.num_bytes,
             time.perf_counter() - self.start,
             len(self.plan.layout.buckets) if self.num_buckets is None else self.num_buckets,
             self._fingerprints,

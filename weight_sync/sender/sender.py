@@ -210,7 +210,7 @@ class WeightSender:
             ranks = self._trainer_ranks(listed)
             plan = self._planned(listed, dtype, ranks, options)
         fields = {"weight_version": weight_version, "coverage": coverage} | more
-        refresh = Refresh(plan, listed, ranks, fields, with_manifest, start, parts)
+        refresh = Refresh(plan, listed, ranks, fields, with_manifest, start, parts, plan.contents.num_bytes)
         while not self._attempt(refresh, progress):
             refresh.ranks = self._trainer_ranks(listed)  # the ones before have agreed on a failure
         return refresh.report()
@@ -353,9 +353,8 @@ class WeightSender:
                         leaves_out = self._policy == "leave_out"
                         RankRefresh(self._links, refresh, self._room, leaves_out=leaves_out).run(new)
                 elif refresh.is_sender:
-                    num_bytes = refresh.plan.contents.num_bytes
                     whole = refresh.whole_update()
-                    update = self._new_update(refresh.begin_fields(), num_bytes, progress, refresh.lost, whole)
+                    update = self._new_update(refresh.begin_fields(), refresh.num_bytes, progress, refresh.lost, whole)
                     with self._leading(refresh):
                         refresh.engines = update.engines
                         refresh.lead(update, gatherer, self._room)

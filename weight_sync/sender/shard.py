@@ -1,4 +1,6 @@
-"""`Shard`: a part of a tensor that a trainer rank has, by its box; and which rank sends which, checked before any does.
+"""`Shard`: a part of a tensor that a trainer rank has, by its box; and `ShardPlan`, by which its ranks send them.
+
+Which rank sends which is checked before any does:
 
     stage 0, EP 0   experts.gate_up_proj [8, 2I, D]   box [0:4, 0:2I, 0:D]
     stage 0, EP 1   experts.gate_up_proj [8, 2I, D]   box [4:8, 0:2I, 0:D]
@@ -11,16 +13,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from weight_sync.boxes import Box, box_text, first_gap, overlapping, parse_box, size_of, whole_box
+from weight_sync.bucket import plan_buckets
 from weight_sync.errors import WeightRequestError
 from weight_sync.fused_experts import fused_pieces, is_fused, layout_of
 from weight_sync.picks import piece_in_box
-from weight_sync.sender.plan import is_cast
+from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.layout import Layout
+from weight_sync.sender.lists import Contents
+from weight_sync.sender.plan import Part, TensorPlan, is_cast
+from weight_sync.sender.ranks import TrainerRanks
+from weight_sync.sender.source import Source
 from weight_sync.tensor_meta import Piece, TensorMeta, dtype_name, parse_metas
 
 
@@ -36,25 +44,16 @@ class Shard(NamedTuple):
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
-class ShardPart:
-    """A tensor, or a box of one, as it is sent (`meta`): `index` of shard number `source`, transposed after that."""
-
-    meta: TensorMeta
-    source: int
-    index: tuple[slice, ...]
-    transposed: bool
-
-
-def parts_of(shards: Sequence[Shard], dtype: torch.dtype | None) -> list[ShardPart]:
-    """Return what shards are sent as.  `dtype`: of floating-point tensors; None: their own.
+def parts_of(shards: Sequence[Shard], dtype: torch.dtype | None) -> list[Part]:
+    """Return what shards are sent as; sources are named by numbers.  `dtype`: of floating-point tensors; None: their
+    own.
 
     Raises `WeightRequestError` for a box that does not fit its tensor, and for a shard that is given twice.
     """
     names = {shard.name for shard in shards}
-    parts: dict[tuple[str, Box | None], ShardPart] = {}
-    for source, shard in enumerate(shards):
-        for part in _parts(source, shard, names, dtype):
+    parts: dict[tuple[str, Box | None], Part] = {}
+    for number, shard in enumerate(shards):
+        for part in _parts(str(number), shard, names, dtype):
             key = part.meta.name, part.meta.box
             if key in parts:
                 raise WeightRequestError(f"{shard.name} is given twice")
@@ -70,7 +69,7 @@ def given_metas(shards: Sequence[Shard]) -> list[TensorMeta]:
     ]
 
 
-def _parts(source: int, shard: Shard, names: Collection[str], dtype: torch.dtype | None) -> Iterator[ShardPart]:
+def _parts(source: str, shard: Shard, names: Collection[str], dtype: torch.dtype | None) -> Iterator[Part]:
     name, tensor, shape = shard.name, shard.tensor, tuple(shard.full_shape)
     box = (None if shard.box is None else parse_box(name, shape, shard.box)) or whole_box(shape)
     if tuple(tensor.shape) != size_of(box):
@@ -82,12 +81,12 @@ def _parts(source: int, shard: Shard, names: Collection[str], dtype: torch.dtype
     for piece in pieces:
         whole = piece.shape_in(shape)
         if 0 in shape:  # there is nothing to take out of it
-            yield ShardPart(TensorMeta(piece.name, sent_as, whole), source, (), piece.transposed)
+            yield Part(TensorMeta(piece.name, sent_as, whole), source, piece)
             continue
         found = piece_in_box(shape, piece, box)
         if found is not None:
             part = None if found[0] == whole_box(whole) else found[0]
-            yield ShardPart(TensorMeta(piece.name, sent_as, whole, part), source, found[1], piece.transposed)
+            yield Part(TensorMeta(piece.name, sent_as, whole, part), source, replace(piece, index=found[1]))
 
 
 def encoded(metas: Sequence[TensorMeta]) -> bytes:
@@ -167,3 +166,35 @@ def _require_whole(meta: TensorMeta, holders: _Holders) -> None:
 
 def _form(meta: TensorMeta) -> str:
     return f"{dtype_name(meta.dtype)} {list(meta.shape)}"
+
+
+class ShardPlan:
+    """Everything that a refresh of shards does alike each time, on one trainer rank.  Holds no tensor.
+
+    `parts`: this rank's, which is `rank`, of `tensors`; `held`: what each rank has.  `contents`: the whole tensors.
+    `layout`: of what this rank sends.  `num_rounds`: the most buckets that a rank sends.  Raises as `assigned`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        tensors: Sequence[torch.Tensor],
+        held: Sequence[Sequence[TensorMeta]],
+        rank: int,
+        bucket_bytes: int,
+        device: torch.device,
+    ) -> None:
+        metas, sent = assigned(held)
+        self.contents = Contents(metas)
+        cut = [
+            plan_buckets([mine[number] for number in numbers], bucket_bytes)
+            for mine, numbers in zip(held, sent, strict=True)
+        ]
+        self.num_rounds = max(map(len, cut))
+        sources = {str(number): tensor for number, tensor in enumerate(tensors)}
+        plan = TensorPlan(sources, {f"{part.meta.name} {part.meta.box}": part for part in parts})
+        self.layout = Layout(plan, cut[rank], None, device, self.contents.lists.names)
+
+    def gatherer(self, source: Source, ranks: TrainerRanks | None) -> Gatherer:
+        """Return who packs the shards of `source`, which are of the form that this plan was made for."""
+        return Gatherer(self.layout, source.tensors, ranks)

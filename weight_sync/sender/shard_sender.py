@@ -15,24 +15,24 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from weight_sync.errors import TransactionStateError
 from weight_sync.sender.carriers import Transport
+from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket
-from weight_sync.sender.lists import Fingerprints, Manifest
+from weight_sync.sender.plan import Part
 from weight_sync.sender.ranks import TrainerRanks, device_of_group
+from weight_sync.sender.refresh import Refresh
 from weight_sync.sender.report import RefreshReport
 from weight_sync.sender.sender import WeightSender
-from weight_sync.sender.shard import Shard, decoded, encoded, given_metas, parts_of, require_whole
-from weight_sync.sender.shard_plan import ShardPlan
+from weight_sync.sender.shard import Shard, ShardPlan, decoded, encoded, given_metas, parts_of, require_whole
+from weight_sync.sender.source import Source
 from weight_sync.sender.statement import RefreshStatement, digest_of_refresh
 from weight_sync.sender.update import Progress, WeightUpdate
-from weight_sync.tensor_meta import TensorMeta
 from weight_sync.timing import Parts
 
 T = TypeVar("T")
@@ -54,7 +54,8 @@ class ShardSender(WeightSender):
         transport: Transport = "auto",
     ) -> None:
         super().__init__(engines, timeout_s=timeout_s, trainer_group=trainer_group, transport=transport)
-        self._kept: _Kept | None = None
+        self._kept: tuple[object, ShardPlan] | None = None
+        """A plan, and the form of the shards that it is for."""
 
     def connect(self, *, group_name: str = "weight_update_group", **options: Any) -> None:
         """Join a group with each engine, as `WeightSender.connect`; each rank's has its number after its name."""
@@ -84,43 +85,25 @@ class ShardSender(WeightSender):
         it.
         """
         start, parts, given = time.perf_counter(), Parts(), list(shards)
-        settings = {"dtype": dtype, "bucket_bytes": bucket_bytes, "engines": sorted(self._links)}
-        options = {"weight_version": weight_version, "coverage": coverage} | dict(begin_options or {}) | settings
+        fields = {"weight_version": weight_version, "coverage": coverage} | dict(begin_options or {})
+        options = fields | {"dtype": dtype, "bucket_bytes": bucket_bytes, "engines": sorted(self._links)}
         ranks = self._ranks()
         with parts.timed("plan"):
             plan = self._shard_plan(given, dtype, bucket_bytes, ranks, options)
-            views = plan.recipe.views([shard.tensor.detach() for shard in given])
+            source = Source([(shard.name, shard.tensor.detach()) for shard in given])
+        num_bytes = sum(bucket.num_bytes for bucket in plan.layout.buckets)
+        refresh = Refresh(plan, source, ranks, fields, True, start, parts, num_bytes)
         with contextlib.nullcontext() if ranks is None else ranks.reporting():
-            with parts.timed("fingerprints"):
-                values = _jointly(ranks, lambda: plan.fingerprints(views))
-                values = values if ranks is None else ranks.sum_over_ranks(values)
-                fingerprints = Fingerprints(values, np.ones(len(values), np.bool_))
-            fields: dict[str, Any] = {
-                "update_id": uuid.uuid4().hex,
-                "weight_version": weight_version,
-                "coverage": coverage,
-            }
-            fields |= dict(begin_options or {})
-            if ranks is not None:
-                fields["update_id"] = ranks.gather(fields["update_id"].encode())[0].decode()
-            fields |= {"manifest": Manifest(plan.contents.lists, fingerprints)}
-            fields |= {"prepared_s": time.perf_counter() - start}
-            kind = WeightUpdate if ranks is None or ranks.is_sender else JoinedUpdate
-            num_bytes = sum(bucket.num_bytes for bucket in plan.buckets)
+            gatherer = refresh.prepare()
+            fields = {"update_id": uuid.uuid4().hex} | refresh.begin_fields()
+            fields["update_id"] = _from_all(ranks, fields["update_id"].encode())[0].decode()
+            kind = WeightUpdate if refresh.is_sender else JoinedUpdate
             update = kind(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing)
-            self._send_shards(update, plan, views, ranks, parts)
-            if ranks is not None and not ranks.is_sender:
-                ranks.jointly(_nothing)  # the engines' final answers
-        return RefreshReport(
-            weight_version,
-            num_bytes,
-            time.perf_counter() - start,
-            len(plan.buckets),
-            fingerprints.by_name(plan.contents.lists.names),
-            plan.contents.digest(fingerprints),
-            update.engines,
-            parts,
-        )
+            self._send_shards(update, refresh, plan, gatherer)
+            if not refresh.is_sender:
+                _jointly(ranks, _nothing)  # the engines' final answers
+        refresh.engines = update.engines
+        return refresh.report()
 
     def close(self) -> None:
         """Leave all groups, as `WeightSender.close`."""
@@ -155,27 +138,25 @@ class ShardSender(WeightSender):
             )
         form = _form_of(shards), dtype, bucket_bytes, self._device
         kept = self._kept
-        is_known = all(_agreed(ranks, kept is not None and kept.form == form))
-        self._kept = kept = kept if is_known else self._new_plan(shards, dtype, bucket_bytes, ranks, form)
-        assert kept is not None
-        return kept.plan
+        is_known = kept is not None and kept[0] == form
+        answers = _from_all(ranks, b"1" if is_known else b"0")
+        if kept is None or any(answer != b"1" for answer in answers):
+            self._kept = kept = form, self._new_plan(shards, dtype, bucket_bytes, ranks)
+        return kept[1]
 
     def _new_plan(
-        self,
-        shards: Sequence[Shard],
-        dtype: torch.dtype | None,
-        bucket_bytes: int,
-        ranks: TrainerRanks | None,
-        form: object,
-    ) -> _Kept:
-        def prepare() -> Any:
+        self, shards: Sequence[Shard], dtype: torch.dtype | None, bucket_bytes: int, ranks: TrainerRanks | None
+    ) -> ShardPlan:
+        def prepare() -> list[Part]:
             if not self.connected:
                 raise TransactionStateError("not connected; connect first")
             return parts_of(shards, dtype)
 
         parts = _jointly(ranks, prepare)
-        given = _from_all(ranks, given_metas(shards))
-        held = _from_all(ranks, [part.meta for part in parts])
+        given, held = (
+            list(map(decoded, _from_all(ranks, encoded(metas))))
+            for metas in (given_metas(shards), [part.meta for part in parts])
+        )
         rank = 0 if ranks is None else ranks.rank
         tensors = [shard.tensor for shard in shards]
 
@@ -183,28 +164,22 @@ class ShardSender(WeightSender):
             require_whole(given)  # of fused tensors, `held` has only those experts that a rank has
             return ShardPlan(parts, tensors, held, rank, bucket_bytes, self._device)
 
-        return _Kept(form, _jointly(ranks, make))
+        return _jointly(ranks, make)
 
-    def _send_shards(
-        self, update: WeightUpdate, plan: ShardPlan, views: Any, ranks: TrainerRanks | None, parts: Parts
-    ) -> None:
+    def _send_shards(self, update: WeightUpdate, refresh: Refresh, plan: ShardPlan, gatherer: Gatherer) -> None:
         def send(position: int) -> None:
-            if position < len(plan.buckets):
-                bucket = plan.buckets[position]
+            if position < len(plan.layout.buckets):
+                bucket = plan.layout.buckets[position]
                 room = self._room(position, bucket.num_bytes)
-                pieces = room.held(bucket.pieces(views, room.content))
+                pieces = room.held(gatherer.gather(bucket, room.content))
                 update.send_bucket(Bucket(bucket.lists, pieces, bucket.num_bytes, memory=room.address))
 
-        try:
-            with self._sending, update:
-                _jointly(ranks, _nothing)  # rank 0 has begun
-                for position in range(plan.num_rounds):
-                    _jointly(ranks, lambda: send(position))  # noqa: B023
-                _jointly(ranks, update.flush)
-        except BaseException:
-            self._rooms.clear()  # a broadcast that was given up may still read them
-            raise
-        parts.update(update.parts)
+        with self._leading(refresh), update:
+            _jointly(refresh.ranks, _nothing)  # rank 0 has begun
+            for position in range(plan.num_rounds):
+                _jointly(refresh.ranks, lambda: send(position))  # noqa: B023
+            _jointly(refresh.ranks, update.flush)
+        refresh.parts.add(update.parts)
 
 
 class JoinedUpdate(WeightUpdate):
@@ -219,13 +194,6 @@ class JoinedUpdate(WeightUpdate):
         self._open.clear()
 
 
-class _Kept(NamedTuple):
-    """A plan, and the form of the shards that it is for."""
-
-    form: object
-    plan: ShardPlan
-
-
 def _form_of(shards: Sequence[Shard]) -> list[tuple[object, ...]]:
     return [
         (name, tuple(shape), box, tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
@@ -237,15 +205,9 @@ def _jointly(ranks: TrainerRanks | None, work: Callable[[], T]) -> T:
     return work() if ranks is None else ranks.jointly(work)
 
 
-def _from_all(ranks: TrainerRanks | None, mine: Sequence[TensorMeta]) -> list[list[TensorMeta]]:
-    """Return what each rank has."""
-    content = encoded(mine)
-    return [decoded(each) for each in ([content] if ranks is None else ranks.gather(content))]
-
-
-def _agreed(ranks: TrainerRanks | None, mine: bool) -> list[bool]:
-    """Return the answer of each rank."""
-    return [mine] if ranks is None else [content == b"1" for content in ranks.gather(b"1" if mine else b"0")]
+def _from_all(ranks: TrainerRanks | None, mine: bytes) -> list[bytes]:
+    """Return the contents of all ranks, by rank."""
+    return [mine] if ranks is None else ranks.gather(mine)
 
 
 def _nothing() -> None:

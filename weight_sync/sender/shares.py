@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from weight_sync.boxes import Box, flat_offset, size_of
+from weight_sync.boxes import Box, flat_offset, size_of, whole_box
 from weight_sync.picks import Picks, box_among, picks_of, source_index
 from weight_sync.sender.plan import Part, TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.shards import Holding, holdings
+from weight_sync.sender.source import sharding_of
 from weight_sync.sender.views import Content
 from weight_sync.tensor_meta import TensorMeta
 
@@ -25,6 +26,8 @@ T = TypeVar("T")
 class Share:
     """The `box` that one rank brings of a part with `sizes`: in the dimensions that are sent, and each of length 1
     that an index of the source leaves out.
+
+    Without other ranks it is all of the part: the part's box in the whole tensor, of shape `sizes`.
     """
 
     part: Part
@@ -49,33 +52,34 @@ class Share:
 
 
 class Shares:
-    """`ranks`: None where this rank holds everything.  Raises `WeightRequestError` for shards that cannot be sent."""
+    """`ranks`: None where this rank brings everything.  Raises `WeightRequestError` for shards that cannot be sent."""
 
     def __init__(self, plan: TensorPlan, ranks: TrainerRanks | None) -> None:
         self._plan = plan
-        self._rank = 0 if ranks is None else ranks.rank
+        self._ranks, self._rank = ranks, 0 if ranks is None else ranks.rank
         self._numbers = {name: number for number, name in enumerate(plan.sources)}
         with torch.no_grad():
             self._here = [it.to_local() if isinstance(it, DTensor) else it for it in plan.sources.values()]
         self._held: dict[str, list[Holding]] = {}
-        known: dict[tuple[object, ...] | None, list[Holding]] = {}  # most tensors have the form of another one
-        for (name, it), here in zip(plan.sources.items(), self._here):
-            form = _form(it, here)
-            if form not in known or form is None:
+        known: dict[object, list[Holding]] = {}  # most tensors have the form of another one
+        for (name, it), here in zip(plan.sources.items() if ranks is not None else (), self._here):
+            form = it.shape, sharding_of(it, here)
+            if form not in known:
                 known[form] = holdings(name, it, ranks)
             self._held[name] = known[form]
-        self._shares: dict[str, list[Share]] = {}
+        self._parts = {part.meta: part for part in plan.parts.values()}
+        self._shares: dict[TensorMeta, list[Share]] = {}
 
-    def of(self, name: str) -> list[Share]:
-        """Return what all ranks bring of a tensor that is sent; at most one share a rank."""
-        if name not in self._shares:
-            part = self._plan.parts[name]
-            self._shares[name] = [Share(part, *met) for met in self._met(part)]
-        return self._shares[name]
+    def of(self, meta: TensorMeta) -> list[Share]:
+        """Return what all ranks bring of a tensor or box that is sent; at most one share a rank."""
+        if meta not in self._shares:
+            part = self._parts[meta]
+            self._shares[meta] = [Share(part, *met) for met in self._met(part)]
+        return self._shares[meta]
 
-    def own(self, name: str) -> list[Share]:
+    def own(self, meta: TensorMeta) -> list[Share]:
         """Return what this rank brings of it."""
-        return [share for share in self.of(name) if share.rank == self._rank]
+        return [share for share in self.of(meta) if share.rank == self._rank]
 
     def content(self, share: Share) -> Content:
         """Return where this rank's share lies."""
@@ -84,15 +88,28 @@ class Shares:
         here = self._here[number]
         index, start = (slice(None),) * here.dim(), 0 if here.is_contiguous() else None
         if not _is_whole(part):
-            (held,) = [held.box for held in self._held[part.source] if held.rank == share.rank]
-            index = source_index(self._picks(part), _turned(part, share.box), held)
+            index = self._index(share)
             is_run = start == 0 and not part.piece.transposed and all(_is_dense(each) for each in index)
             start = flat_offset(tuple((each.start, each.stop) for each in index), here.shape) if is_run else None
-        is_whole = start is not None and share.meta.numel == here.numel()
+        is_whole = start is not None and share.meta.shape == tuple(here.shape)
         return Content(number, share.meta, index, part.piece.transposed, start, is_whole, here.dtype, here.device)
+
+    def _index(self, share: Share) -> tuple[slice, ...]:
+        """Return the index of a share in this rank's tensor, in which it has all dimensions."""
+        part = share.part
+        picks = self._picks(part)
+        if self._ranks is None:
+            shape = self._plan.sources[part.source].shape
+            return source_index(picks, whole_box(tuple(map(len, picks))), whole_box(shape))
+        (held,) = [held.box for held in self._held[part.source] if held.rank == share.rank]
+        return source_index(picks, _turned(part, share.box), held)
 
     def _met(self, part: Part) -> Iterator[tuple[int, Box, tuple[int, ...]]]:
         """Yield the rank, the box and the part's sizes of each share."""
+        if self._ranks is None:
+            if part.meta.numel:
+                yield self._rank, part.meta.box or whole_box(part.meta.shape), part.meta.shape
+            return
         if _is_whole(part):  # as most tensors are sent
             for held in self._held[part.source]:
                 if 0 not in size_of(held.box):
@@ -107,15 +124,6 @@ class Shares:
 
     def _picks(self, part: Part) -> Picks:
         return picks_of(part.piece, tuple(self._plan.sources[part.source].shape))
-
-
-def _form(tensor: torch.Tensor, here: torch.Tensor) -> tuple[object, ...] | None:
-    """Return what the holdings of a sharded tensor follow from; None for a whole one.  Some releases of torch call
-    placements of two types equal.
-    """
-    if not isinstance(tensor, DTensor):
-        return None
-    return tensor.shape, here.shape, tensor.placements, tuple(map(type, tensor.placements)), tensor.device_mesh
 
 
 def _is_whole(part: Part) -> bool:

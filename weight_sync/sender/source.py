@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,10 @@ class Source:
         names = [sent_name(name) for name in self.names] if self.is_state else self.names
         return [(names[number], self.tensors[number]) for number in numbers]
 
+    def shardings(self) -> list[Hashable]:
+        """Return `sharding_of` each tensor; empty where all are whole."""
+        return list(map(sharding_of, self.tensors, self.locals)) if self.is_sharded else []
+
 
 class SourceForm:
     """The form of a source, from which its plan follows: sources of one form have one, wherever their tensors lie."""
@@ -59,7 +63,7 @@ class SourceForm:
         self._devices = [devices.setdefault(device, device) for device in map(_DEVICE, source.locals)]
         self._strides = _strides(source)
         self._ties = _ties(source)
-        self._shards = _shards(source)
+        self._shards = source.shardings()
 
     def fits(self, source: Source) -> bool:
         """Return whether a source is of this form.
@@ -76,7 +80,7 @@ class SourceForm:
             and all(map(operator.eq, map(_DEVICE, here), self._devices))
             and self._strides == _strides(source)
             and np.array_equal(self._ties, _ties(source))
-            and self._shards == _shards(source)
+            and self._shards == source.shardings()
         )
 
 
@@ -105,13 +109,11 @@ def _ties(source: Source) -> np.ndarray[Any, np.dtype[np.int64]]:
     return firsts[ties.reshape(-1)].astype(np.int64)
 
 
-def _shards(source: Source) -> list[Any]:
-    """Return what of a tensor's form only a sharded one has.  Some releases of torch call placements of two types
-    equal.
+def sharding_of(tensor: torch.Tensor, here: torch.Tensor) -> Hashable:
+    """Return how a tensor of its shape is sharded; None for a whole one.  `here`: what of it lies on this rank.
+
+    Some releases of torch call placements of two types equal.
     """
-    return [
-        (local.shape, whole.placements, tuple(map(type, whole.placements)), whole.device_mesh)
-        if isinstance(whole, DTensor)
-        else None
-        for whole, local in (zip(source.tensors, source.locals) if source.is_sharded else ())
-    ]
+    if not isinstance(tensor, DTensor):
+        return None
+    return here.shape, tensor.placements, tuple(map(type, tensor.placements)), tensor.device_mesh
