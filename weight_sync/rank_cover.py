@@ -124,19 +124,16 @@ class RankCover:
         """
         everyone = [RankShares.decoded(data) for data in exchange(mine.encoded())]
         self._require_everywhere(everyone, table)
-        joined = _Joined(table)
-        for shares in everyone:
-            joined.take_whole(shares.of(shares.is_whole))
-        parts = [shares.of(~shares.is_whole) for shares in everyone]
-        holders = [self._holders_RP[rank][self.patterns[shares.numbers]] for rank, shares in enumerate(parts)]
-        for shares in parts:
-            joined.require_parts(shares)
-        for rank, shares in enumerate(parts):
-            joined.add(shares.of(holders[rank] == rank))
-            for holder in np.unique(holders[rank]).tolist():
-                copies = shares.of(holders[rank] == holder)
-                _require_equal(copies, parts[holder], table, f"ranks {holder} and {rank}")
-        return joined.shares()
+        came, ranks = _together(everyone), np.repeat(np.arange(len(everyone)), [len(each.numbers) for each in everyone])
+        holders = np.where(came.is_whole, -1, self._holders_RP[ranks, self.patterns[came.numbers]])
+        keys = came.numbers * (self.num_ranks + 1) + holders + 1
+        _, firsts, copy_of = np.unique(keys, return_index=True, return_inverse=True)
+        if (wrong := np.flatnonzero(came.differs_from(came.of(firsts[copy_of])))).size:
+            at = wrong[0]
+            who = "two ranks" if came.is_whole[at] else f"ranks {holders[at]} and {ranks[at]}"
+            name = table.names[came.numbers[at]]
+            raise CopiesDifferError(f"{name}: {who} were sent different content of the same part")
+        return _sums(came.of(firsts), table)
 
     def _require_everywhere(self, everyone: Sequence[RankShares], table: TensorTable) -> None:
         """Raise `CoverageError` for a tensor that came on some of the ranks that keep it, and not on others."""
@@ -181,14 +178,17 @@ class RankShares(NamedTuple):
 
     def with_more(self, others: RankShares) -> RankShares:
         """Return these tensors and others."""
-        mine, theirs = cast(tuple[Any, ...], self), cast(tuple[Any, ...], others)
-        columns: list[Any] = [np.concatenate(both) for both in zip(mine, theirs, strict=True)]
-        return RankShares(*columns).of(np.argsort(columns[0]))
+        both = _together([self, others])
+        return both.of(np.argsort(both.numbers))
 
     def of(self, chosen: npt.NDArray[np.bool_] | Numbers) -> RankShares:
         """Return some of the tensors, by a flag for each, or by their places."""
         numbers, is_whole, codes, sent, held = self
         return RankShares(numbers[chosen], is_whole[chosen], codes[chosen], sent[chosen], held[chosen])
+
+    def differs_from(self, others: RankShares) -> npt.NDArray[np.bool_]:
+        """Return where the content is not that of others, which are as many, as bool."""
+        return (self.codes != others.codes) | (self.sent != others.sent) | (self.held != others.held)
 
     def encoded(self) -> bytes:
         """Return the wire form."""
@@ -211,55 +211,25 @@ class RankShares(NamedTuple):
 _KINDS = (np.int64, np.bool_, np.uint8, np.uint64, np.uint64)
 
 
-class _Joined:
-    """The shares of all ranks, as they are put together."""
-
-    def __init__(self, table: TensorTable) -> None:
-        count = len(table)
-        self._table = table
-        self._is_known = np.zeros(count, np.bool_)
-        self._is_begun = np.zeros(count, np.bool_)
-        self._codes = np.zeros(count, np.uint8)
-        self._sent, self._held = np.zeros(count, np.uint64), np.zeros(count, np.uint64)
-
-    def take_whole(self, shares: RankShares) -> None:
-        """Take F of whole tensors, which must be what other ranks have."""
-        known = self._is_known[shares.numbers]
-        there = shares.of(known).numbers
-        before = RankShares(there, known[known], self._codes[there], self._sent[there], self._held[there])
-        _require_equal(shares.of(known), before, self._table, "two ranks")
-        new = shares.of(~known)
-        self._is_known[new.numbers] = True
-        self._codes[new.numbers], self._sent[new.numbers] = new.codes, new.sent
-        self._held[new.numbers] = new.held
-
-    def require_parts(self, shares: RankShares) -> None:
-        """Raise `CoverageError` for a tensor that came whole, of which these are parts."""
-        if (wrong := shares.numbers[self._is_known[shares.numbers]]).size:
-            raise CoverageError(f"{self._table.names[wrong[0]]}: one rank was sent all of it, and another a part")
-
-    def add(self, shares: RankShares) -> None:
-        """Add the shares of regions that no rank before has brought.
-
-        Raises `CopiesDifferError` for a tensor that came in two dtypes.
-        """
-        at, codes = shares.numbers, self._codes
-        if (wrong := at[self._is_begun[at] & (codes[at] != shares.codes)]).size:
-            raise CopiesDifferError(f"{self._table.names[wrong[0]]}: two ranks were sent it in different dtypes")
-        codes[at] = shares.codes
-        self._sent[at] += shares.sent
-        self._held[at] += shares.held
-        self._is_begun[at] = True
-
-    def shares(self) -> RankShares:
-        """Return F of all tensors that came."""
-        (came,) = (self._is_known | self._is_begun).nonzero()
-        return RankShares.of_whole(came, self._codes[came], self._sent[came], self._held[came])
+def _together(shares: Sequence[RankShares]) -> RankShares:
+    """Return the tensors of some ranks, one rank after the other."""
+    columns: list[Any] = [np.concatenate(column) for column in zip(*cast(Any, shares), strict=True)]
+    return RankShares(*columns)
 
 
-def _require_equal(copies: RankShares, first: RankShares, table: TensorTable, ranks: str) -> None:
-    """Raise `CopiesDifferError` for a tensor that `first` has with other content.  It has all tensors of `copies`."""
-    there = first.of(np.searchsorted(first.numbers, copies.numbers))
-    same = (there.codes == copies.codes) & (there.sent == copies.sent) & (there.held == copies.held)
-    if (wrong := copies.numbers[~same]).size:
-        raise CopiesDifferError(f"{table.names[wrong[0]]}: {ranks} were sent different content of the same part")
+def _sums(parts: RankShares, table: TensorTable) -> RankShares:
+    """Return F of tensors from their parts, each of which is given once: one after the other those of one tensor, and
+    first the whole of it.
+
+    Raises `CoverageError` for a tensor that came whole and in parts, `CopiesDifferError` for one in two dtypes.
+    """
+    numbers, starts, tensor = np.unique(parts.numbers, return_index=True, return_inverse=True)
+    first = parts.of(starts[tensor])
+    if (wrong := parts.numbers[first.is_whole & (np.arange(len(tensor)) != starts[tensor])]).size:
+        raise CoverageError(f"{table.names[wrong[0]]}: one rank was sent all of it, and another a part")
+    if (wrong := parts.numbers[first.codes != parts.codes]).size:
+        raise CopiesDifferError(f"{table.names[wrong[0]]}: two ranks were sent it in different dtypes")
+    sent, held = np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.uint64)
+    np.add.at(sent, tensor, parts.sent)
+    np.add.at(held, tensor, parts.held)
+    return RankShares.of_whole(numbers, parts.codes[starts], sent, held)

@@ -134,15 +134,12 @@ def first_rows(meta: TensorMeta, parts: Sequence[Part], count: int, exchange: Ex
 
 def _first_runs(region: Region | None, count: int) -> list[Run]:
     """Return the runs of a region within the first `count` rows."""
-    if region is None:
-        return [Run((slice(0, count),), (slice(0, count),))]
-    if region.dim:
-        cut = slice(0, count)
-        return [Run((cut, *run.in_part[1:]), (cut, *run.in_whole[1:])) for run in region.runs()]
     found = []
-    for (here,), (there,) in region.runs():
-        length = max(0, min(there.stop, count) - there.start)
-        found.append(Run((slice(here.start, here.start + length),), (slice(there.start, there.start + length),)))
+    for (here, *in_part), (there, *in_whole) in (region or Region(0, 0, count)).runs():
+        start, first = there.start or 0, here.start or 0
+        length = max(0, (count if there.stop is None else min(there.stop, count)) - start)
+        rows, rows_in_whole = slice(first, first + length), slice(start, start + length)
+        found.append(Run((rows, *in_part), (rows_in_whole, *in_whole)))
     return found
 
 
