@@ -19,7 +19,8 @@ import torch
 
 from weight_sync.boxes import Box, box_text, first_gap, index_of, overlapping, whole_box
 from weight_sync.errors import CoverageError, DtypeMismatchError, WeightRequestError, listed
-from weight_sync.paired_wire import GatheredParts, PairKind, WirePart, part_of, value_dtype
+from weight_sync.pair_kinds import PairKind
+from weight_sync.paired_wire import GatheredParts, WirePart, part_of, value_dtype
 from weight_sync.tensor_meta import LogicalWeights, Pair, TensorMeta, dtype_name
 
 

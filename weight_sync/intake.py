@@ -27,8 +27,7 @@ from weight_sync.content import Content, Contents, TensorTable, by_name
 from weight_sync.content_check import check_content, is_finite, matching
 from weight_sync.errors import ContentError, CoverageError, listed
 from weight_sync.fingerprint import fingerprint
-from weight_sync.held_format import AS_SENT, HeldFormats
-from weight_sync.held_pairs import kept_pair, piece_of
+from weight_sync.held_format import AS_SENT, HeldFormats, kept_pair, piece_of
 from weight_sync.ledger import Numbers, WeightLedger
 from weight_sync.manifest import Stated
 from weight_sync.pair_plan import PlannedPairs

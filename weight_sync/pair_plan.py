@@ -20,11 +20,11 @@ from weight_sync import fp8_blocks
 from weight_sync.assembly import PairedTensors
 from weight_sync.content import TensorTable
 from weight_sync.errors import WeightRequestError
-from weight_sync.held_format import HeldFormat, HeldFormats
-from weight_sync.int4_wire import group_of
+from weight_sync.held_format import HeldFormats
 from weight_sync.ledger import Numbers
 from weight_sync.moves import Move, MoveKind
-from weight_sync.paired_wire import FP8, PairKind, WirePart, part_of, value_metas
+from weight_sync.pair_kinds import FP8, PairKind, group_of
+from weight_sync.paired_wire import WirePart, part_of, value_metas
 from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, MOVE_COLUMNS, SpanMove
 from weight_sync.splitting import split_wire
 from weight_sync.take_pairs import PairForm, PairRow, PairTables
@@ -235,21 +235,9 @@ class PairRows:
         held_format = self.quantised.get(held.name)
         if held_format is None or (in_parts and not held_format.of_pairs):
             return PairForm.VALUES, 0
-        form = _made(held_format)
-        if form is None or (form == PairForm.INT8 and held.dtype != torch.bfloat16):
+        if held_format.is_int8_blocks and held.dtype != torch.bfloat16:
             return None
-        return form, held_format.block[1]
-
-
-def _made(held: HeldFormat) -> PairForm | None:
-    """Return the form that a format makes of values; None for one that tables do not know."""
-    if held.is_int8_blocks:
-        return PairForm.INT8
-    if held.values is fp8_blocks.requantised:
-        return PairForm.FP8
-    if held.pairs is None:
-        return None
-    return {fp8_blocks.QUANTISED: PairForm.FP8, torch.int8: PairForm.INT4}.get(held.pairs.element)
+        return held_format.form, held_format.block[1]
 
 
 def _row(

@@ -1,64 +1,18 @@
-"""Quantised weights on the wire and in checkpoints: each comes as several tensors, its parts.
-
-    kind    parts of a weight X.weight                               in
-    FP8     X.weight, X.weight_scale_inv                             fp8_wire
-    INT4    X.weight_packed, X.weight_scale, X.weight_shape          int4_wire
+"""Quantised weights on the wire and in checkpoints: each comes as several tensors, its parts (`pair_kinds`).
 
 Nothing downstream sees the parts: they become values, in the model's dtype, under the name of the weight (`assembly`).
-Another kind is one more `PairKind` in `KINDS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from weight_sync.errors import CoverageError, ShapeMismatchError, UnknownTensorError, listed
-from weight_sync.fp8_wire import Fp8Wire, refuse_other_fp8
-from weight_sync.int4_wire import Int4Wire
-from weight_sync.tensor_meta import LogicalWeights, Pair, TensorMeta
-
-
-class PairKind(Protocol):
-    """A form of quantised weights.  `label` is its name in messages.
-
-    `suffixes`: what the names of its parts have behind the name of the weight.  The first part has the elements: it
-    shows the shape of the weight.
-    """
-
-    label: str
-    suffixes: tuple[str, ...]
-
-    def suffix_of(self, meta: TensorMeta) -> str | None:
-        """Return the suffix of a tensor that is a part, going by its name and dtype alone; None if it is none."""
-
-    def check_part(self, weights: LogicalWeights, name: str, suffix: str, meta: TensorMeta) -> None:
-        """Check one part of the weight `name`.  Raises `DtypeMismatchError`, `ShapeMismatchError`."""
-
-    def check_parts(self, name: str, parts: Mapping[str, TensorMeta]) -> None:
-        """Check that all parts of a weight, by suffix, belong together.  Raises `ShapeMismatchError`."""
-
-    def value_shape(self, first: TensorMeta) -> tuple[int, ...]:
-        """Return the shape of a weight by its first part."""
-
-    def missing(self, name: str, found: Collection[str]) -> CoverageError:
-        """Return the error of a weight of which only the parts with the suffixes `found` came."""
-
-    def put_together(
-        self, name: str, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Pair]:
-        """Return the values of a weight in `dtype`, and its pair.
-
-        Raises `DtypeMismatchError`, `ShapeMismatchError`, `ContentError` for parts that do not belong together, and for
-        a wrong scale.
-        """
-
-
-FP8 = Fp8Wire()
-INT4 = Int4Wire()
-KINDS: tuple[PairKind, ...] = (FP8, INT4)
+from weight_sync.pair_kinds import KINDS, PairKind, refuse_other_fp8
+from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 
 
 class WirePart(NamedTuple):

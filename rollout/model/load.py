@@ -29,11 +29,12 @@ from weight_sync.bucket import runs_of
 from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.content_check import is_finite
 from weight_sync.errors import ContentError, WeightSyncError
-from weight_sync.held_pairs import kept_pair
+from weight_sync.held_format import kept_pair
 from weight_sync.intake import Arrival, split_tensors, store
 from weight_sync.ledger import WeightLedger
 from weight_sync.mxfp4 import Mxfp4Experts, value_metas
-from weight_sync.paired_wire import FP8, INT4, part_of, whole_metas
+from weight_sync.pair_kinds import FP8, INT4
+from weight_sync.paired_wire import part_of, whole_metas
 from weight_sync.safetensors_file import SafetensorsFile
 from weight_sync.splitting import split_wire
 from weight_sync.staging import DirectSink
