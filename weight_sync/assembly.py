@@ -105,7 +105,7 @@ class WireTensor(NamedTuple):
     parts: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
-class PairedTensors:
+class PairedTensors(GatheredParts[torch.Tensor]):
     """The quantised weights of one load or one refresh.
 
     Parts that come before the last one are copied and kept until it comes.  `num_bytes`: memory of the waiting parts,
@@ -116,34 +116,16 @@ class PairedTensors:
     """
 
     def __init__(self, weights: LogicalWeights, *, at_start: bool = False) -> None:
+        super().__init__()
         self._weights = weights
         self._at_start = at_start
-        self._parts: GatheredParts[torch.Tensor] = GatheredParts()
         self.num_bytes = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of tensors that wait for other parts of their weights."""
-        return self._parts.num_waiting
-
-    def waits_for_some(self, names: Collection[str]) -> bool:
-        """Return whether a part waits of a weight that is among these names."""
-        return self._parts.has_some(names)
 
     def take_rest(self, present: Mapping[str, tuple[PairKind, Collection[str]]]) -> list[tuple[str, torch.Tensor]]:
         """Return parts that waited, as `GatheredParts.take_rest`."""
-        found = self._parts.take_rest(present)
+        found = super().take_rest(present)
         self.num_bytes -= sum(part.nbytes for _, part in found)
         return found
-
-    def note(self, names: Iterable[str]) -> None:
-        """Note weights of which all parts came by a plan."""
-        self._parts.note(names)
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if a part waits for another."""
-        return self._parts.is_waiting
 
     @functools.cached_property
     def _max_bytes(self) -> int:
@@ -159,23 +141,19 @@ class PairedTensors:
         for name, tensor in named:
             part = self._part_of(name, tensor)
             if part is None:
-                if name in self._parts:
+                if name in self:
                     raise DtypeMismatchError(
                         f"{name} is {dtype_name(tensor.dtype)}, which has no scales, but came with "
-                        f"{self._parts.found(name)[0]}"
+                        f"{self.found(name)[0]}"
                     )
                 whole.append(WireTensor(name, tensor))
             elif (parts := self._gathered(part, tensor.detach())) is not None:
                 whole.append(self._values(part, parts))
         return whole
 
-    def settle(self) -> None:
-        """Raise `CoverageError` for the weights that lack a part; it names them."""
-        self._parts.settle()
-
     def clear(self) -> None:
         """Release what waits."""
-        self._parts.clear()
+        super().clear()
         self.num_bytes = 0
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> WirePart | None:
@@ -184,8 +162,8 @@ class PairedTensors:
     def _gathered(self, part: WirePart, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """Return the parts of the weight that this one makes whole, if it does; else keep a copy of it."""
         if self._at_start:
-            return self._parts.add(part, tensor, lambda view: view)
-        parts = self._parts.add(part, tensor, functools.partial(self._copied, part.name))
+            return self.add(part, tensor, lambda view: view)
+        parts = self.add(part, tensor, functools.partial(self._copied, part.name))
         if parts is not None:
             self.num_bytes -= sum(other.nbytes for suffix, other in parts.items() if suffix != part.suffix)
         return parts

@@ -156,7 +156,7 @@ class GatheredParts(Generic[T]):
         """The number of parts that wait."""
         return sum(len(parts) for _, parts in self._waiting.values())
 
-    def has_some(self, names: Collection[str]) -> bool:
+    def waits_for_some(self, names: Collection[str]) -> bool:
         """Return whether a part waits of a weight that is among these names."""
         return any(name in names for name in self._waiting)
 
