@@ -25,7 +25,7 @@ from weight_sync.fused_experts import fused_pieces, is_fused, layout_of
 from weight_sync.picks import piece_in_box
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.layout import Layout
-from weight_sync.sender.lists import Contents
+from weight_sync.sender.lists import Contents, TensorLists
 from weight_sync.sender.plan import Part, TensorPlan, is_cast
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.source import Source
@@ -91,15 +91,13 @@ def _parts(source: str, shard: Shard, names: Collection[str], dtype: torch.dtype
 
 def encoded(metas: Sequence[TensorMeta]) -> bytes:
     """Return metas as JSON."""
-    columns = [[meta.name, dtype_name(meta.dtype), meta.shape, meta.box] for meta in metas]
-    return json.dumps(columns).encode()
+    lists = TensorLists.of(metas)
+    return json.dumps([lists.names, lists.dtypes, lists.shapes, lists.boxes]).encode()
 
 
 def decoded(content: bytes) -> list[TensorMeta]:
     """Return the metas of which `content` is the JSON."""
-    columns = list(zip(*json.loads(content), strict=True)) or [(), (), (), ()]
-    names, dtypes, shapes, boxes = columns
-    return parse_metas(names, dtypes, shapes, boxes)
+    return parse_metas(*json.loads(content))
 
 
 class Assignment(NamedTuple):
