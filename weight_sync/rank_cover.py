@@ -192,23 +192,22 @@ class RankShares(NamedTuple):
 
     def encoded(self) -> bytes:
         """Return the wire form."""
-        return _MAGIC + b"".join(column.tobytes() for column in self)
+        rows = np.empty(len(self.numbers), _ROW)
+        for name, column in self._asdict().items():
+            rows[name] = column
+        return _MAGIC + rows.tobytes()
 
     @classmethod
     def decoded(cls, data: bytes) -> RankShares:
         """Return what `data` is the wire form of.  Raises `TransactionStateError` for anything else."""
-        size = sum(np.dtype(kind).itemsize for kind in _KINDS)
-        if not data.startswith(_MAGIC) or (len(data) - len(_MAGIC)) % size:
+        count, rest = divmod(len(data) - len(_MAGIC), _ROW.itemsize)
+        if not data.startswith(_MAGIC) or rest:
             raise TransactionStateError("another rank could not verify the weight update")
-        count, at = (len(data) - len(_MAGIC)) // size, len(_MAGIC)
-        columns: list[Any] = []
-        for kind in _KINDS:
-            columns.append(np.frombuffer(data, kind, count, at))
-            at += columns[-1].nbytes
-        return cls(*columns)
+        rows = np.ndarray(count, _ROW, data, len(_MAGIC))
+        return cls(**{name: rows[name] for name in cls._fields})
 
 
-_KINDS = (np.int64, np.bool_, np.uint8, np.uint64, np.uint64)
+_ROW = np.dtype(list(zip(RankShares._fields, (np.int64, np.bool_, np.uint8, np.uint64, np.uint64), strict=True)))
 
 
 def _together(shares: Sequence[RankShares]) -> RankShares:

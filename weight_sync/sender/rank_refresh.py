@@ -85,11 +85,9 @@ class RankRefresh:
 
     def _prepare(self) -> None:
         """Ask the engines that were not asked about these tensors, and plan."""
-        stated = self._agreed(self._stated)
-        count = len(self._plan.contents.lists.names)
-        boxes = {name: RankBoxes.parsed(answer, count) for name, answer in stated.items()}
         self._plans = {
-            name: self._plan.for_ranks(found, self._refresh.source, self._ranks) for name, found in boxes.items()
+            name: self._plan.for_ranks(RankBoxes(**stated), self._refresh.source, self._ranks)
+            for name, stated in self._agreed(self._stated).items()
         }
 
     def _begin(self, update: WeightUpdate | None, stack: contextlib.ExitStack) -> None:

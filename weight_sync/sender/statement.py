@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +23,7 @@ _MAX_LISTED_RANKS = 16
 _WHOLE = "whole"
 
 
-@dataclass(frozen=True)
-class TensorLine:
+class TensorLine(NamedTuple):
     """One of the trainer's tensors as its rank sees it."""
 
     name: str
@@ -58,14 +57,11 @@ class RefreshStatement:
 
     def tensors_digest(self) -> bytes:
         """Return bits that differ where the tensors, or their order, differ."""
-        return hashlib.blake2b(json.dumps(self._lines()).encode(), digest_size=32).digest()
+        return hashlib.blake2b(json.dumps(self.tensors).encode(), digest_size=32).digest()
 
     def encoded(self) -> bytes:
         """Return the wire form: JSON."""
-        return json.dumps([self.options, self._lines()], sort_keys=True).encode()
-
-    def _lines(self) -> list[list[str]]:
-        return [[line.name, line.dtype, line.shape, line.placement] for line in self.tensors]
+        return json.dumps([self.options, self.tensors], sort_keys=True).encode()
 
     @classmethod
     def decoded(cls, content: bytes) -> RefreshStatement:
