@@ -188,7 +188,10 @@ class RankShares(NamedTuple):
 
     def differs_from(self, others: RankShares) -> npt.NDArray[np.bool_]:
         """Return where the content is not that of others, which are as many, as bool."""
-        return (self.codes != others.codes) | (self.sent != others.sent) | (self.held != others.held)
+        differs: npt.NDArray[np.bool_] = (
+            (self.codes != others.codes) | (self.sent != others.sent) | (self.held != others.held)
+        )
+        return differs
 
     def encoded(self) -> bytes:
         """Return the wire form."""
@@ -217,8 +220,7 @@ def _together(shares: Sequence[RankShares]) -> RankShares:
 
 
 def _sums(parts: RankShares, table: TensorTable) -> RankShares:
-    """Return F of tensors from their parts, each of which is given once: one after the other those of one tensor, and
-    first the whole of it.
+    """Return F of tensors from their parts: each part once, sorted by tensor, and the whole of a tensor first.
 
     Raises `CoverageError` for a tensor that came whole and in parts, `CopiesDifferError` for one in two dtypes.
     """

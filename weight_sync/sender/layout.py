@@ -64,7 +64,7 @@ class Layout:
 
     @functools.cached_property
     def printed(self) -> npt.NDArray[np.bool_]:
-        """Of each tensor that is sent, whether it has a fingerprint: fused ones, which the engine splits, do not."""
+        """The tensors that have a fingerprint, as bool: fused ones, which the engine splits, have none."""
         return np.array([not is_fused(name) for name in self._names], np.bool_)
 
     @functools.cached_property

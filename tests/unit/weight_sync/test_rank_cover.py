@@ -146,6 +146,13 @@ def test_copies_of_a_region_must_be_equal() -> None:
         on_ranks(work, 4)
 
 
+def test_regions_must_come_in_one_dtype(covers: list[RankCover]) -> None:
+    other = shares_of(1)
+    other.codes[other.numbers == TABLE.number_of[OUT]] = DTYPE_CODES[torch.bfloat16]
+    with pytest.raises(CopiesDifferError, match="out: two ranks were sent it in different dtypes"):
+        joined(covers, [shares_of(0), other])
+
+
 def test_a_tensor_must_come_on_all_ranks_that_keep_it(covers: list[RankCover]) -> None:
     for name in (NORM, OUT):
         rest = [each for each in SHAPES if each != name]
