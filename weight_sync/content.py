@@ -9,7 +9,6 @@ names their digest, without a step for each.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -140,7 +139,7 @@ class Contents:
         if number in self._odd:
             return self._odd[number]
         meta, dtype = self._table.metas[number], _DTYPES[self._codes[number]]
-        sent = meta if meta.dtype == dtype else dataclasses.replace(meta, dtype=dtype)
+        sent = meta if meta.dtype == dtype else meta._replace(dtype=dtype)
         return Content(((sent, int(self._sent[number])),), int(self._held[number]))
 
     def sent_form(self) -> tuple[bytes, tuple[tuple[TensorMeta, ...], ...]]:
@@ -154,7 +153,7 @@ class Contents:
         for number, meta in enumerate(self._table.metas):
             if number not in self._odd:
                 dtype = _DTYPES[self._codes[number]]
-                found.append(meta if meta.dtype == dtype else dataclasses.replace(meta, dtype=dtype))
+                found.append(meta if meta.dtype == dtype else meta._replace(dtype=dtype))
         return found + [meta for _, content in sorted(self._odd.items()) for meta, _ in content.sent]
 
     def sent_values(self) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -138,5 +138,5 @@ def piece_of(piece: Piece, pair: Pair) -> Pair:
     No model splits a matrix that comes in another kind.
     """
     assert pair.block == _FP8_BLOCK, piece
-    of_scale = replace(piece, index=fp8_blocks.scales_of(piece.index, pair.weight.shape))
+    of_scale = piece._replace(index=fp8_blocks.scales_of(piece.index, pair.weight.shape))
     return Pair(piece.of(pair.weight), of_scale.of(pair.scale), pair.block)

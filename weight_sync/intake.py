@@ -16,7 +16,7 @@ A tensor that came under one name may come again under another if its content is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -243,7 +243,7 @@ class Intake:
         for arrival in arrivals:
             meta = metas[arrival.name]
             if arrival.content.dtype != meta.dtype:
-                sent = replace(meta, dtype=arrival.content.dtype)
+                sent = meta._replace(dtype=arrival.content.dtype)
                 contents[arrival.name] = Content.plain(sent, found[arrival.name])
         return contents
 

@@ -16,7 +16,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,11 +24,27 @@ import torch
 
 from weight_sync.errors import ContentError, TransportError, WeightRequestError
 from weight_sync.fp8_blocks import SCALE_SUFFIX
-from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta, dtype_name, parse_meta
+from weight_sync.tensor_meta import TensorMeta, dtype_name, parse_meta
 
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors package takes
 _LENGTH = struct.Struct("<Q")
 _MAX_OFFSET = 2**63
+
+# As headers of safetensors files spell them.
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -238,10 +254,10 @@ def _meta(where: str, name: str, entry: dict[str, Any]) -> TensorMeta:
     dtype, shape = entry.get("dtype"), entry.get("shape")
     try:
         if dtype == "F8_E8M0" and name.endswith(SCALE_SUFFIX) and isinstance(shape, list):
-            return replace(parse_meta(name, "uint8", shape), dtype=torch.float8_e8m0fnu)
-        if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES or not isinstance(shape, list):
+            return parse_meta(name, "uint8", shape)._replace(dtype=torch.float8_e8m0fnu)
+        if not isinstance(dtype, str) or dtype not in _DTYPES or not isinstance(shape, list):
             raise WeightRequestError("one of them is missing or unknown")
-        return parse_meta(name, dtype_name(SAFETENSORS_DTYPES[dtype]), shape)
+        return parse_meta(name, dtype_name(_DTYPES[dtype]), shape)
     except WeightRequestError:
         described = f"dtype {str(dtype)[:64]!r} and shape {str(shape)[:64]}"
         raise ContentError(f"{where}: {name[:200]!r} has {described}") from None

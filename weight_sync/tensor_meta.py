@@ -6,9 +6,10 @@ fuses, shards or replicates it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,30 +37,13 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 
-# As headers of safetensors files spell them.
-SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Convert `torch.bfloat16` to `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     """Name, dtype and shape of a tensor, before or without its data.
 
     `box`: the part of it that is meant, such as what one message brings; None: all of it.
@@ -81,7 +65,13 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return _nbytes(self.dtype, self.shape, self.box)
+
+
+@functools.lru_cache(maxsize=1024)
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...], box: Box | None) -> int:
+    """Return the bytes of a tensor or of a box of it; thousands of tensors have few shapes."""
+    return math.prod(shape if box is None else size_of(box)) * dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +118,7 @@ class PackedBucket(NamedTuple):
 Index = tuple[int | slice, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One logical tensor inside a tensor that came over the wire: `wire[index]`, or the transpose of that matrix.
 
     Index `()` is the whole; a fused `experts.gate_up_proj` [E, 2I, D] yields 2E pieces such as
@@ -137,8 +126,13 @@ class Piece:
     """
 
     name: str
-    index: Index = ()
+    index: Index = ()  # type: ignore[assignment]  # in the place of a tuple's `index`, which nothing calls
     transposed: bool = False
+
+    @property
+    def is_all(self) -> bool:
+        """True if it is the wire tensor itself."""
+        return self.index == () and not self.transposed
 
     def of(self, wire: torch.Tensor) -> torch.Tensor:
         """Return the logical tensor, a view."""
@@ -388,12 +382,12 @@ def parse_metas(
             f"names, dtypes and shapes must be equally long, got {len(names)}, {len(dtypes)} and {len(shapes)}"
         )
     parse = MetaParser()
-    metas = [parse(*item) for item in zip(names, dtypes, shapes, strict=True)]
+    metas = list(map(parse, names, dtypes, shapes))
     if boxes is None:
         return metas
     if len(boxes) != len(names):
         raise WeightRequestError(f"boxes and names must be equally long, got {len(boxes)} and {len(names)}")
     return [
-        meta if box is None else replace(meta, box=parse_box(meta.name, meta.shape, box))
+        meta if box is None else meta._replace(box=parse_box(meta.name, meta.shape, box))
         for meta, box in zip(metas, boxes, strict=True)
     ]

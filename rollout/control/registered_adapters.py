@@ -188,7 +188,7 @@ class PrefixOwner:
     def named(meta: TensorMeta) -> TensorMeta:
         """Return a tensor by the name that its target knows."""
         _, sign, name = meta.name.partition(_SIGN)
-        return replace(meta, name=name) if sign else meta
+        return meta._replace(name=name) if sign else meta
 
 
 def adapters_in(metas: Sequence[TensorMeta]) -> set[str]:

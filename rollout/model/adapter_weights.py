@@ -11,7 +11,6 @@ D input features, O output features, r rank of a module.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -125,7 +124,7 @@ def announced_weights(metas: Sequence[TensorMeta], places: AdapterPlaces) -> Ada
         name = _name(*side_of(meta))
         if name in found:
             raise AdapterError(f"{name} is there under two names")
-        found[name] = replace(meta, name=name)
+        found[name] = meta._replace(name=name)
     if not found:
         raise AdapterError("the manifest is empty")
     return _empty(list(found.values()), None, places)

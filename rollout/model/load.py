@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -171,7 +170,7 @@ def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: 
 
 def _widened(meta: TensorMeta) -> TensorMeta:
     """Return a tensor of a checkpoint as `read_tensors` reads it: scales that are powers of two become float32."""
-    return replace(meta, dtype=torch.float32) if meta.dtype == POWERS_OF_TWO else meta
+    return meta._replace(dtype=torch.float32) if meta.dtype == POWERS_OF_TWO else meta
 
 
 def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozenset[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -86,7 +85,7 @@ def _parts(source: str, shard: Shard, names: Collection[str], dtype: torch.dtype
         found = piece_in_box(shape, piece, box)
         if found is not None:
             part = None if found[0] == whole_box(whole) else found[0]
-            yield Part(TensorMeta(piece.name, sent_as, whole, part), source, replace(piece, index=found[1]))
+            yield Part(TensorMeta(piece.name, sent_as, whole, part), source, piece._replace(index=found[1]))
 
 
 def encoded(metas: Sequence[TensorMeta]) -> bytes:
@@ -138,7 +137,7 @@ def _holders(held: Sequence[Sequence[TensorMeta]]) -> tuple[dict[str, TensorMeta
     holders: dict[str, _Holders] = {}
     for rank, mine in enumerate(held):
         for number, meta in enumerate(mine):
-            first = metas.setdefault(meta.name, replace(meta, box=None))
+            first = metas.setdefault(meta.name, meta._replace(box=None))
             if (first.shape, first.dtype) != (meta.shape, meta.dtype):
                 raise WeightRequestError(
                     f"{meta.name} is {_form(first)} on one trainer rank and {_form(meta)} on rank {rank}"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
@@ -332,7 +331,7 @@ def test_whole_matrices_go_by_tables_and_boxes_one_by_one(folder: Path, ops: Ops
     (plan,) = Planner(TensorTable(weights.metas()), formats).plans(weights, [whole], cast=False)
     assert not plan.rest
     assert set(plan.pairs.names if plan.pairs else ()) == (set() if form == "w8" else formats.keys())
-    boxed = replace(metas[[meta.name for meta in metas].index(next(iter(formats)))], box=((0, 32), (0, 16)))
+    boxed = metas[[meta.name for meta in metas].index(next(iter(formats)))]._replace(box=((0, 32), (0, 16)))
     (plan,) = Planner(TensorTable(weights.metas()), formats).plans(weights, [flat_layout([boxed])], cast=False)
     assert list(plan.rest) == [0]  # a block may lie in two boxes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,7 +153,7 @@ def half_a_box(sent: list[Sent], rank: int) -> Sent:
     (meta, content), mine = sent[1][at], list(sent[1])
     (start, stop), *rest = meta.box or ()
     middle = (start + stop) // 2
-    mine[at] = (replace(meta, box=((start, middle), *rest)), content[: middle - start].contiguous())
+    mine[at] = (meta._replace(box=((start, middle), *rest)), content[: middle - start].contiguous())
     return sent[0] if rank == 0 else mine
 
 
