@@ -45,7 +45,7 @@ class ExpertLocationMetadata:
     def num_layers(self) -> int:
         return self.physical_to_logical_map.shape[0]
 
-    @property
+    @cached_property
     def num_physical_experts(self) -> int:
         return self.physical_to_logical_map.shape[1]
 

@@ -171,9 +171,12 @@ class ExpertPlacement:
         return self._split.slots(layer, self._widths[layer], logical_ids_TK, first_row)
 
     def _local_slots(self, metadata: ExpertLocationMetadata, layer: int, logical_expert: int) -> list[int]:
-        first = self.ep_rank * self.num_local_experts
         slots = metadata.slots_of(layer, logical_expert)
-        return [slot - first for slot in slots if 0 <= slot - first < self.num_local_experts]
+        if self.ep_size == 1:
+            return slots
+        count = self.num_local_experts
+        first = self.ep_rank * count
+        return [slot - first for slot in slots if 0 <= slot - first < count]
 
     def _checked(self, metadata: ExpertLocationMetadata, split_weights: torch.Tensor | None) -> SplitTable:
         """Return the table of a map that can take the place of the one in force.  Raises `MapError`, `LayoutError`."""

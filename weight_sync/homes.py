@@ -54,7 +54,7 @@ class Homes:
             self._resident_bytes = {}
             for name in self._weights.metas():
                 for place in self.places(name):
-                    key = address_of(place.storage)
+                    key = place.address
                     self._resident_bytes[key] = self._resident_bytes.get(key, 0) + place.num_bytes
         return self._resident_bytes.get(address_of(storage), 0) != storage.untyped_storage().nbytes()
 

@@ -236,6 +236,10 @@ class Place(Protocol):
         """The tensor, or the view of one, that the content lies in."""
 
     @property
+    def address(self) -> int:
+        """The address of the whole storage behind `storage`."""
+
+    @property
     def region(self) -> Region | None:
         """The part of the logical tensor that lives here; None: all of it."""
 

@@ -61,12 +61,6 @@ class W8Place(PackedRows):
         unpack: Callable[..., torch.Tensor] = torch.ops.lockstep.unpack_rows_w8
         return unpack(self._packed, self._in_features, self._rows.start, len(self._rows), *self._layout)
 
-    def saved(self) -> torch.Tensor:
-        return self.read()
-
-    def restore(self, content: torch.Tensor | Pair) -> None:
-        self.write(content)
-
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         rows, columns = len(self._rows), self._in_features
         assert tuple(shape) == (rows, columns) and lead in (None, 1), shape

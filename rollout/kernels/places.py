@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from weight_sync.homes import address_of
 from weight_sync.moves import Move, MoveKind, lead_of, matrix_of, packed_move, two_strides
 from weight_sync.tensor_meta import Pair, Place, Region
 
 __all__ = [
     "AbsorbedPlace",
+    "InnerPlace",
     "LatentSizes",
     "PackedPlace",
     "PackedRows",
     "Place",
+    "PlaceBase",
     "ReorderedPlace",
     "ShardPlace",
     "ViewPlace",
@@ -25,10 +28,57 @@ _MAX_RUNS = 64
 """Rows in another order are moved run by run, if there are no more of them."""
 
 
-class ViewPlace:
-    """A part of a tensor that is stored as it is."""
+class PlaceBase:
+    """The base of places: they hold whole tensors, and what `read` gives is all that is held."""
 
     region: Region | None = None
+
+    @property
+    def storage(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    @property
+    def address(self) -> int:
+        return address_of(self.storage)
+
+    def write(self, source: torch.Tensor | Pair) -> None:
+        raise NotImplementedError
+
+    def read(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def saved(self) -> torch.Tensor | Pair:
+        return self.read()
+
+    def restore(self, content: torch.Tensor | Pair) -> None:
+        self.write(content)
+
+
+class InnerPlace(PlaceBase):
+    """The base of places that lie where `_inner` does."""
+
+    _inner: Place
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self._inner.storage
+
+    @property
+    def num_bytes(self) -> int:
+        return self._inner.num_bytes
+
+    def read(self) -> torch.Tensor:
+        return self._inner.read()
+
+    def saved(self) -> torch.Tensor | Pair:
+        return self._inner.saved()
+
+    def restore(self, content: torch.Tensor | Pair) -> None:
+        self._inner.restore(content)
+
+
+class ViewPlace(PlaceBase):
+    """A part of a tensor that is stored as it is."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
@@ -51,12 +101,6 @@ class ViewPlace:
     def read(self) -> torch.Tensor:
         return self._view
 
-    def saved(self) -> torch.Tensor:
-        return self.read()
-
-    def restore(self, content: torch.Tensor | Pair) -> None:
-        self.write(content)
-
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         assert self._view.shape == torch.Size(shape), shape
         lead = lead_of(None) if lead is None else lead
@@ -68,13 +112,11 @@ class ViewPlace:
         return [Move(MoveKind.BOX, self._view, offset, 0, rows, 0, columns, *strides)]
 
 
-class PackedRows:
+class PackedRows(PlaceBase):
     """Rows `rows` (step 1) of packed matrices [len(rows), in_features], in any format.
 
     `step` and `offset` describe how blocks of sixteen rows alternate with blocks of another matrix.
     """
-
-    region: Region | None = None
 
     def __init__(self, packed: torch.Tensor, rows: range, in_features: int, step: int = 1, offset: int = 0) -> None:
         self._packed = packed
@@ -107,12 +149,6 @@ class PackedPlace(PackedRows):
         unpack: Callable[..., torch.Tensor] = torch.ops.lockstep.unpack_rows
         return unpack(self._packed, self._in_features, self._rows.start, len(self._rows), *self._layout)
 
-    def saved(self) -> torch.Tensor:
-        return self.read()
-
-    def restore(self, content: torch.Tensor | Pair) -> None:
-        self.write(content)
-
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         rows, columns = len(self._rows), self._in_features
         assert tuple(shape) == (rows, columns) and lead in (None, 1), shape
@@ -137,14 +173,12 @@ class LatentSizes:
         return self.value, self.rank
 
 
-class AbsorbedPlace:
+class AbsorbedPlace(PlaceBase):
     """The matrix that makes keys and values of latents [H (nope + v), R], as the compiled operators apply it.
 
     Each head has its packed part for keys, transposed as it is applied to queries, then its part for values.  No other
     matrix is computed from it, so a refresh of this matrix refreshes the matrix in use.
     """
-
-    region: Region | None = None
 
     def __init__(self, packed_HN: torch.Tensor, sizes: LatentSizes) -> None:
         self._packed_HN = packed_HN
@@ -177,12 +211,6 @@ class AbsorbedPlace:
             found.append(torch.ops.lockstep.unpack_rows(values, sizes.rank, 0, sizes.value, 1, 0))
         return torch.cat(found)
 
-    def saved(self) -> torch.Tensor:
-        return self.read()
-
-    def restore(self, content: torch.Tensor | Pair) -> None:
-        self.write(content)
-
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         sizes, found, row = self._sizes, [], 0
         for keys, values in self._halves():
@@ -201,22 +229,12 @@ class AbsorbedPlace:
             yield row[:keys], row[keys:]
 
 
-class ReorderedPlace:
+class ReorderedPlace(InnerPlace):
     """Rows in another order than the logical one: row i of the `inner` place is row `order[i]` of the content."""
-
-    region: Region | None = None
 
     def __init__(self, inner: Place, order: torch.Tensor) -> None:
         self._inner = inner
         self._order = order
-
-    @property
-    def storage(self) -> torch.Tensor:
-        return self._inner.storage
-
-    @property
-    def num_bytes(self) -> int:
-        return self._inner.num_bytes
 
     def rebind(self, storage: torch.Tensor) -> ReorderedPlace:
         return ReorderedPlace(self._inner.rebind(storage), self._order)
@@ -249,7 +267,7 @@ class ReorderedPlace:
         return [move for move in found if move.num_elements > 0]
 
 
-class ShardPlace:
+class ShardPlace(InnerPlace):
     """The part of a logical tensor that this rank holds, in an `inner` place for just this part.
 
     It is `length` indices of dimension `dim`, from `start` on; see `Region`.
@@ -259,29 +277,12 @@ class ShardPlace:
         self._inner = inner
         self.region: Region = Region(dim, start, length, sections)
 
-    @property
-    def storage(self) -> torch.Tensor:
-        return self._inner.storage
-
-    @property
-    def num_bytes(self) -> int:
-        return self._inner.num_bytes
-
     def rebind(self, storage: torch.Tensor) -> ShardPlace:
         region = self.region
         return ShardPlace(self._inner.rebind(storage), region.dim, region.start, region.length, region.sections)
 
     def write(self, source: torch.Tensor | Pair) -> None:
         self._inner.write(source.of(self.region) if isinstance(source, Pair) else self.region.of(source))
-
-    def read(self) -> torch.Tensor:
-        return self._inner.read()
-
-    def saved(self) -> torch.Tensor | Pair:
-        return self._inner.saved()
-
-    def restore(self, content: torch.Tensor | Pair) -> None:
-        self._inner.restore(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         region = self.region

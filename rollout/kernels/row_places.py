@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
+from rollout.kernels.places import PlaceBase
 from weight_sync.fp8_blocks import BLOCK, QUANTISED
 from weight_sync.held_format import FP8_PAIRS, INT4_GROUPS, INT4_GROUPS_128, HeldFormat, PairFormat
 from weight_sync.moves import Move
-from weight_sync.tensor_meta import Pair, Region
+from weight_sync.tensor_meta import Pair
 
 PACKED_INT4 = torch.uint8
 INT4_STEP = 64  # columns whose integers lie together
@@ -57,13 +58,11 @@ class RowForm:
         return torch.zeros(*lead, row_bytes(*self.parts(columns)), dtype=torch.uint8, device=device).view(self.dtype)
 
 
-class RowsPlace:
+class RowsPlace(PlaceBase):
     """Rows of a matrix in a `RowForm`, bit for bit as they come in a pair.  Values that come are quantised.
 
     `dtype`: of the values that are read.
     """
-
-    region: Region | None = None
 
     def __init__(self, form: RowForm, rows: torch.Tensor, columns: int, dtype: torch.dtype) -> None:
         self._form = form

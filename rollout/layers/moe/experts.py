@@ -20,6 +20,7 @@ from rollout.core.specs.layer_specs import MoESpec
 from rollout.kernels.operators.fused_experts import ExpertOutputs, weighted_sum
 from rollout.kernels.ops import ExpertPart
 from rollout.kernels.places import Place, ShardPlace, ViewPlace
+from rollout.kernels.slot_places import SlotPlace, SlotStack
 from rollout.layers.build import Build
 from rollout.layers.lora import SlotSizes
 from rollout.layers.moe.dispatchers.base import DispatchOutput, PackedRows
@@ -65,6 +66,7 @@ class Experts(WeightLayer):
             block = max(self._held.block)
             raise StartupError(f"{self._held.flag}: {what} over the ranks must be multiples of {block}")
         self.w13, self.w2 = build.ops.storage.empty_experts(*sizes, build.dtype, build.device)
+        self._stacks: dict[ExpertPart, SlotStack] = {}
         self.fused_layout = spec.fused
         self.has_bias = spec.bias
         self.w13_bias = build.empty(stored, 2 * self.inner.length) if spec.bias else None
@@ -212,10 +214,14 @@ class Experts(WeightLayer):
             yield FusedForm(name, whole, tuple(fused_pieces(name, whole, self.fused_layout)))
 
     def _places(self, part: ExpertPart, logical_expert: int, slots_of: SlotsOf) -> list[Place]:
-        sizes = self.inner.length, self.hidden_size
-        slots = slots_of(self.moe_layer, logical_expert)
-        places = [self.ops.storage.expert_place(self.w13, self.w2, part, slot, *sizes) for slot in slots]
-        return self._sharded(places, 1 if part == "down_proj" else 0)
+        tensor, stack = self.w2 if part == "down_proj" else self.w13, self._stacks.get(part)
+        if stack is None or stack.tensor is not tensor:
+            stack = self._stacks[part] = SlotStack(tensor, partial(self._slot_place, part))
+        return [SlotPlace(stack, slot) for slot in slots_of(self.moe_layer, logical_expert)]
+
+    def _slot_place(self, part: ExpertPart, slot: int) -> Place:
+        place = self.ops.storage.expert_place(self.w13, self.w2, part, slot, self.inner.length, self.hidden_size)
+        return self._sharded([place], 1 if part == "down_proj" else 0)[0]
 
     def _bias_places(self, part: ExpertPart, logical_expert: int, slots_of: SlotsOf) -> list[Place]:
         held = self.w2_bias if part == "down_proj" else self.w13_bias

@@ -15,6 +15,7 @@ from rollout.distributed.transport import Transport
 from rollout.kernels.held_places import W8Place
 from rollout.kernels.ops import Ops, PackedHeld, compiled_ops, plain_ops
 from rollout.kernels.places import (
+    InnerPlace,
     PackedPlace,
     Place,
     ReorderedPlace,
@@ -136,7 +137,7 @@ def by_write_and_by_moves(sent: Tensors, places: dict[str, list[Place]], held: d
 
 def kinds_of(place: Place) -> Iterator[type]:
     yield type(place)
-    if isinstance(place, ShardPlace | ReorderedPlace):
+    if isinstance(place, InnerPlace):
         yield from kinds_of(place._inner)
 
 
