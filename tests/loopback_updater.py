@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weight_sync.plan import KnownCalls
+from weight_sync.known_calls import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall, Receiver, StoredSource
 from weight_sync.receivers.distributed import DistributedSource
 from weight_sync.receivers.memory import MemorySource

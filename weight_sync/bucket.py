@@ -41,7 +41,7 @@ def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[Te
 
 def runs_of(metas: Iterable[TensorMeta], num_bytes: int) -> list[list[TensorMeta]]:
     """Return consecutive tensors of at most `num_bytes` together, at least one each."""
-    return _cut(metas, lambda run, filled, meta: filled + meta.nbytes > num_bytes)
+    return _cut(metas, lambda run, filled, meta, size: filled + size > num_bytes)
 
 
 def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[TensorMeta]]:
@@ -54,29 +54,30 @@ def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[Tenso
     runs = [list(run) for _, run in itertools.groupby(metas, _SHAPE)]
     long = {id(run[0]) for run in runs if 4 * sum(meta.nbytes for meta in run) >= piece_bytes}
 
-    def is_over(piece: list[TensorMeta], filled: int, meta: TensorMeta) -> bool:
-        return (id(meta) in long and 4 * filled >= piece_bytes) or filled + meta.nbytes > piece_bytes
+    def is_over(piece: list[TensorMeta], filled: int, meta: TensorMeta, size: int) -> bool:
+        return filled + size > piece_bytes or (4 * filled >= piece_bytes and id(meta) in long)
 
     return _cut(metas, is_over)
 
 
 def cut_packed(metas: Sequence[TensorMeta], buffer_bytes: int) -> list[list[TensorMeta]]:
     """Cut tensors, in order, as vLLM's senders pack them: the one that makes a buffer longer than that is its last."""
-    return _cut(metas, lambda buffer, filled, meta: filled > buffer_bytes)
+    return _cut(metas, lambda buffer, filled, meta, size: filled > buffer_bytes)
 
 
 def _cut(
-    metas: Iterable[TensorMeta], is_over: Callable[[list[TensorMeta], int, TensorMeta], bool]
+    metas: Iterable[TensorMeta], is_over: Callable[[list[TensorMeta], int, TensorMeta, int], bool]
 ) -> list[list[TensorMeta]]:
-    """Cut into runs.  `is_over(run, bytes of the run, next tensor)`: whether the next one begins another run."""
+    """Cut into runs.  `is_over(run, bytes of the run, next tensor, its bytes)`: whether that begins another run."""
     runs: list[list[TensorMeta]] = []
     filled = 0
     for meta in metas:
-        if not runs or is_over(runs[-1], filled, meta):
+        size = meta.nbytes
+        if not runs or is_over(runs[-1], filled, meta, size):
             runs.append([])
             filled = 0
         runs[-1].append(meta)
-        filled += meta.nbytes
+        filled += size
     return runs
 
 

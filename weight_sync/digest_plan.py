@@ -6,11 +6,13 @@ keeps the lines as one text and writes the fingerprints into it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from weight_sync.fingerprint import digest
 from weight_sync.tensor_meta import TensorMeta, dtype_name
@@ -19,14 +21,17 @@ _DIGITS = 16
 _FIELD = np.dtype((np.void, _DIGITS))
 
 
+@functools.lru_cache(maxsize=1024)
+def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """Return what a line has behind the name; many tensors have the same."""
+    return f"\0{dtype_name(dtype)}\0{','.join(map(str, shape))}\0{'0' * _DIGITS}\n"
+
+
 class DigestPlan:
     """`metas`: all tensors of the version, each name once."""
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
-        lines = [
-            f"{meta.name}\0{dtype_name(meta.dtype)}\0{','.join(map(str, meta.shape))}\0{'0' * _DIGITS}\n"
-            for meta in metas
-        ]
+        lines = [meta.name + _form(meta.dtype, meta.shape) for meta in metas]
         # With a zero byte inside a name, the fingerprint of one line could be compared with the name of another.
         self._odd = list(metas) if any("\0" in meta.name for meta in metas) else None
         order = sorted(range(len(lines)), key=lines.__getitem__)

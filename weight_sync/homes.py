@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from weight_sync.moves import Move, lead_of
-from weight_sync.tensor_meta import LogicalWeights, Place
+from weight_sync.tensor_meta import LogicalWeights, Place, TensorMeta
 
 
 class Homes:
@@ -26,20 +26,20 @@ class Homes:
             found = self._places[name] = self._weights.places(name)
         return found
 
-    def moves(self, name: str) -> tuple[list[Move], int] | None:
+    def moves(self, held: TensorMeta) -> tuple[list[Move], int] | None:
         """Return the moves of a tensor to all of its places, and how many of its dimensions are rows of their matrix.
 
         None where only the places themselves can write it.
         """
-        shape, found = self._weights.metas()[name].shape, list[Move]()
-        places = self.places(name)
+        places = self.places(held.name)
+        found: list[Move] = []
         for place in places:
-            moves = place.moves(shape)
+            moves = place.moves(held.shape)
             if moves is None:
                 return None
-            found += moves
+            found = found + moves if found else moves
         region = places[0].region if places else None
-        return found, lead_of(None if region is None else region.dim)
+        return found, 1 if region is None else lead_of(region.dim)
 
     @functools.cached_property
     def device(self) -> torch.device | None:

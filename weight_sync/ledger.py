@@ -80,6 +80,10 @@ class BoxLedger:
         """Return whether a box of any of these tensors came."""
         return bool(self._taken) and bool(self._num_elements[numbers].any())
 
+    def has_one(self, number: int) -> bool:
+        """Return whether a box of this tensor came."""
+        return bool(self._taken) and bool(self._num_elements[number])
+
     def record(self, planned: PlannedBoxes) -> Numbers:
         """Note boxes; return the numbers of the tensors of which all came by now.
 
@@ -228,7 +232,7 @@ class WeightLedger:
             elif (wire_name, logical_name) in seen or wire_name in self._names_of(number):
                 under = "" if wire_name == logical_name else f" as {wire_name}"
                 problems.append(f"{logical_name} came twice{under}")
-            elif not self._came[number] and self._boxes.has_some(np.array([number])):
+            elif not self._came[number] and self._boxes.has_one(number):
                 problems.append(f"{logical_name} came whole, as {wire_name}, while boxes of it come")
             seen.add((wire_name, logical_name))
         return problems

@@ -17,7 +17,7 @@ from weight_sync.content import TensorTable
 from weight_sync.errors import ContentError, CoverageError, WeightRequestError, listed
 from weight_sync.fingerprint import parse_fingerprint, wrong_fingerprint
 from weight_sync.ledger import Numbers, WeightLedger
-from weight_sync.paired_wire import part_of, whole_metas
+from weight_sync.paired_wire import parts_in, whole_metas
 from weight_sync.splitting import split_wire
 from weight_sync.tensor_meta import Lists, LogicalWeights, MetaParser, TensorMeta, parse_metas
 
@@ -207,28 +207,28 @@ def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifes
     Raises what `split_wire` and `whole_metas` raise, and `CoverageError` for a tensor twice.
     """
     metas = manifest.metas()
-    values = whole_metas(weights, metas)
+    in_parts = parts_in(weights, metas)
+    values = whole_metas(weights, metas, in_parts)
     split = split_wire(weights, values, cast)
-    ledger = WeightLedger(table)
-    refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(values, split) for piece in pieces)
-    if refusals:
-        raise CoverageError(f"manifest: {listed(refusals)}")
+    arrivals = [(meta.name, piece.name) for meta, pieces in zip(values, split, strict=True) for piece in pieces]
+    if len(set(arrivals)) < len(arrivals):
+        raise CoverageError(f"manifest: {listed(WeightLedger(table).refusals(arrivals))}")
     pieces_of = {meta.name: pieces for meta, pieces in zip(values, split, strict=True)}
-    targets, parts = np.full(len(metas), _NOTHING, dtype=np.int64), dict[int, StatedPart]()
+    targets, parts = [_NOTHING] * len(metas), dict[int, StatedPart]()
     for place, meta in enumerate(metas):
-        part = part_of(weights, meta)
+        part = in_parts.get(meta) if in_parts else None
         pieces = pieces_of[meta.name if part is None else part.name]
         if not pieces:
             continue  # the model keeps nothing of it
-        if len(pieces) != 1 or pieces[0].index != ():
+        if len(pieces) != 1 or pieces[0].index:
             targets[place] = _SPLIT
         elif part is not None and part.suffix:
             whole = None if "" in part.kind.suffixes else table.number_of[pieces[0].name]
             parts[place] = StatedPart(pieces[0].name + part.suffix, whole)
         else:
             targets[place] = table.number_of[pieces[0].name]
-    announced = {table.number_of[piece.name] for pieces in split for piece in pieces}
-    return ManifestPlan([meta.name for meta in metas], np.array(sorted(announced), dtype=np.int64), targets, parts)
+    announced = np.array(sorted({table.number_of[name] for _, name in arrivals}), dtype=np.int64)
+    return ManifestPlan([meta.name for meta in metas], announced, np.array(targets, dtype=np.int64), parts)
 
 
 def parse_manifest(entries: Iterable[tuple[str, str, Sequence[int], str | None]]) -> Entries:

@@ -45,11 +45,12 @@ class PairKind(Protocol):
     """A form of quantised weights.  `label` is its name in messages.
 
     `suffixes`: what the names of its parts have behind the name of the weight.  The first part has the elements: it
-    shows the shape of the weight.
+    shows the shape of the weight.  `element`: the dtype of a part whose suffix is empty; None where there is none.
     """
 
     label: str
     suffixes: tuple[str, ...]
+    element: torch.dtype | None
 
     def suffix_of(self, meta: TensorMeta) -> str | None:
         """Return the suffix of a tensor that is a part, going by its name and dtype alone; None if it is none."""
@@ -79,6 +80,7 @@ class PairKind(Protocol):
 class _Fp8(PairKind):
     label = "FP8"
     suffixes = ("", SCALE_SUFFIX)
+    element = QUANTISED
 
     def suffix_of(self, meta: TensorMeta) -> str | None:
         if meta.name.endswith(SCALE_SUFFIX):
@@ -129,6 +131,7 @@ class _Fp8(PairKind):
 class _Int4(PairKind):
     label = "INT4"
     suffixes = (_PACKED, _SCALE, _SHAPE)
+    element = None
 
     def suffix_of(self, meta: TensorMeta) -> str | None:
         return next((suffix for suffix in self.suffixes if meta.name.endswith(f".weight{suffix}")), None)
@@ -173,10 +176,14 @@ INT4 = _Int4()
 KINDS: tuple[PairKind, ...] = (FP8, INT4)
 
 
+def is_other_fp8(dtype: torch.dtype) -> bool:
+    """Return whether it is a kind of FP8 that has no blocks here."""
+    return dtype.itemsize == 1 and dtype.is_floating_point and dtype != QUANTISED
+
+
 def refuse_other_fp8(meta: TensorMeta, held: torch.dtype | None) -> None:
     """Raise `DtypeMismatchError` for a kind of FP8 that has no blocks here, where the model holds `held`."""
-    is_other = meta.dtype.itemsize == 1 and meta.dtype.is_floating_point and meta.dtype != QUANTISED
-    if is_other and held is not None:
+    if is_other_fp8(meta.dtype) and held is not None:
         raise DtypeMismatchError(f"{meta.name}: the model has {dtype_name(held)}, got {dtype_name(meta.dtype)}")
 
 

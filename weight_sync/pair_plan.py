@@ -24,7 +24,7 @@ from weight_sync.held_format import HeldFormats
 from weight_sync.ledger import Numbers
 from weight_sync.moves import Move, MoveKind
 from weight_sync.pair_kinds import FP8, PairKind, group_of
-from weight_sync.paired_wire import WirePart, part_of, value_metas
+from weight_sync.paired_wire import WirePart, parts_in, value_metas
 from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, MOVE_COLUMNS, SpanMove
 from weight_sync.splitting import split_wire
 from weight_sync.take_pairs import PairForm, PairRow, PairTables
@@ -59,16 +59,11 @@ class Wires(NamedTuple):
     @classmethod
     def of(cls, weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool) -> Wires:
         """Return the tensors of a call, checked.  Raises as `value_metas` and `split_wire`."""
-        values = value_metas(weights, metas)
+        parts = parts_in(weights, metas)
+        values = value_metas(weights, metas, parts)
         pieces = dict(zip(values, split_wire(weights, values, cast), strict=True))
-        parts = {meta: part for meta in metas if (part := part_of(weights, meta)) is not None}
         names = {part.name for part in parts.values()}
         return cls(pieces, parts, {meta.name: found for meta, found in pieces.items() if meta.name in names})
-
-    def pieces_in(self, wire: TensorMeta) -> Sequence[Piece]:
-        """Return the logical tensors in a tensor, or in the weight that it is a part of."""
-        part = self.parts.get(wire)
-        return self.pieces[wire] if part is None else self.weights.get(part.name, ())
 
     def gathered(self, layout: BucketLayout) -> dict[str, Gathered]:
         """Return the parts of each weight of which all lie in a layout, once, by its name."""
@@ -96,8 +91,9 @@ class SplitWeights:
 
     def __init__(self, weights: LogicalWeights, layout: BucketLayout) -> None:
         found: dict[str, tuple[PairKind, list[str]]] = {}
-        for meta in layout.metas:
-            part = part_of(weights, meta)
+        parts = parts_in(weights, layout.metas)
+        for meta in layout.metas if parts else ():
+            part = parts.get(meta)
             if part is not None and meta.box is None:
                 found.setdefault(part.name, (part.kind, []))[1].append(part.suffix)
         self._present = {name: (kind, own) for name, (kind, own) in found.items() if len(own) < len(kind.suffixes)}

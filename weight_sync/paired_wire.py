@@ -11,8 +11,11 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from weight_sync.errors import CoverageError, ShapeMismatchError, UnknownTensorError, listed
-from weight_sync.pair_kinds import KINDS, PairKind, refuse_other_fp8
+from weight_sync.pair_kinds import KINDS, PairKind, is_other_fp8, refuse_other_fp8
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+
+_SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes if suffix)
+_ELEMENTS = frozenset(kind.element for kind in KINDS)
 
 
 class WirePart(NamedTuple):
@@ -46,6 +49,15 @@ def part_of(weights: LogicalWeights, meta: TensorMeta) -> WirePart | None:
     return None
 
 
+def parts_in(weights: LogicalWeights, metas: Iterable[TensorMeta]) -> dict[TensorMeta, WirePart]:
+    """Return the tensors that are parts of weights, as `part_of` tells.
+
+    Nearly all are none, and a call has thousands: only those are looked at that have a part's name or dtype.
+    """
+    some = [meta for meta in metas if meta.dtype in _ELEMENTS or meta.name.endswith(_SUFFIXES)]
+    return {meta: part for meta in some if (part := part_of(weights, meta)) is not None}
+
+
 def keeps(weights: LogicalWeights, meta: TensorMeta) -> bool:
     """Return whether these weights keep something of a wire tensor of this name, be it plain or a part of a weight."""
     return _keeps_some(weights, meta.name) or part_of(weights, meta) is not None
@@ -65,17 +77,20 @@ def with_other_parts(names: Iterable[str]) -> set[str]:
     return wholes | {f"{name}{suffix}" for name in wholes for kind in KINDS for suffix in kind.suffixes}
 
 
-def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
+def value_metas(
+    weights: LogicalWeights, metas: Sequence[TensorMeta], parts: Mapping[TensorMeta, WirePart] | None = None
+) -> list[TensorMeta]:
     """Return the wire tensors of one call as they will be put together: each quantised weight as its values.
 
-    Of the parts of a weight, the first stands for it.  Raises `DtypeMismatchError`, `ShapeMismatchError` for parts that
-    cannot be right.
+    Of the parts of a weight, the first stands for it.  `parts`: what `parts_in` returned, if it was asked.  Raises
+    `DtypeMismatchError`, `ShapeMismatchError` for parts that cannot be right.
     """
-    found = []
+    found, parts = [], parts_in(weights, metas) if parts is None else parts
     for meta in metas:
-        part = part_of(weights, meta)
+        part = parts.get(meta) if parts else None
         if part is None:
-            refuse_other_fp8(meta, value_dtype(weights, meta))
+            if is_other_fp8(meta.dtype):
+                refuse_other_fp8(meta, value_dtype(weights, meta))
             found.append(meta)
             continue
         part.kind.check_part(weights, part.name, part.suffix, meta)
@@ -87,18 +102,21 @@ def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
     return found
 
 
-def whole_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
+def whole_metas(
+    weights: LogicalWeights, metas: Sequence[TensorMeta], parts: Mapping[TensorMeta, WirePart] | None = None
+) -> list[TensorMeta]:
     """Return `value_metas` of all tensors of a checkpoint or update.
 
     Raises also `CoverageError` for a weight that lacks a part, or has one twice.
     """
-    values = value_metas(weights, metas)
+    parts = parts_in(weights, metas) if parts is None else parts
+    values = value_metas(weights, metas, parts)
     gathered: GatheredParts[TensorMeta] = GatheredParts()
     complete: list[tuple[WirePart, Mapping[str, TensorMeta]]] = []
-    for meta in metas:
-        part = part_of(weights, meta)
-        if part is not None and (parts := gathered.add(part, meta, lambda kept: kept)) is not None:
-            complete.append((part, parts))
+    for meta in metas if parts else ():
+        part = parts.get(meta)
+        if part is not None and (own := gathered.add(part, meta, lambda kept: kept)) is not None:
+            complete.append((part, own))
     gathered.settle()
     for last, all_parts in complete:
         last.kind.check_parts(last.name, all_parts)

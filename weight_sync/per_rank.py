@@ -44,5 +44,6 @@ class PerRank:
         region = places[0].region if places else None
         if not places or (region is not None and not region.length):
             return "nothing"
-        is_cut = takes_spans(homes) and name not in self._target.quantised and homes.moves(name) is not None
+        meta = self._target.weights.metas()[name]
+        is_cut = takes_spans(homes) and name not in self._target.quantised and homes.moves(meta) is not None
         return region if is_cut else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from weight_sync.boxes import Box, flat_offset, size_of, whole_box
-from weight_sync.moves import two_strides
+from weight_sync.moves import matrix_of, two_strides
 from weight_sync.tensor_meta import Piece, TensorMeta
 
 Picks = tuple[range, ...]
@@ -56,30 +57,40 @@ def piece_in_box(shape: tuple[int, ...], piece: Piece, box: Box) -> tuple[Box, t
 class BoxMatrix(NamedTuple):
     """A box of a logical tensor that is one of its matrix as well, and where it lies in a content.
 
-    `start`: the first element there.  `strides`: of rows and of columns.  `edges`: see `matrix_edges`.
+    `start`: the first element there.  `numbers`: the columns of a `SpanTensor` from `rows` on.
     """
 
     box: Box
     start: int
-    strides: tuple[int, int]
-    edges: tuple[int, int, int, int]
+    numbers: tuple[int, int, int, int, int, int, int, int]
 
 
-def parts_of_box(wire: TensorMeta, piece: Piece, shape: Sequence[int], lead: int) -> Iterator[BoxMatrix]:
-    """Yield what of a logical tensor of `shape` lies in the content that comes of a wire tensor.
+@functools.lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...], lead: int) -> tuple[BoxMatrix]:
+    """Return all of a tensor that lies dense.  Thousands of tensors have few shapes."""
+    rows, columns = matrix_of(shape, lead)
+    return (BoxMatrix(whole_box(shape), 0, (rows, columns, columns, 1, 0, rows, 0, columns)),)
+
+
+def parts_of_box(wire: TensorMeta, piece: Piece, shape: tuple[int, ...], lead: int) -> Sequence[BoxMatrix] | None:
+    """Return what of a logical tensor of `shape` lies in the content that comes of a wire tensor; None if it is empty.
 
     The rows of its matrix are the first `lead` dimensions.  A box that is none of the matrix is cut.
     """
+    if wire.box is None and piece.is_all:
+        return _whole(shape, lead)
+    if 0 in wire.shape:
+        return None
     found = piece_in_box(wire.shape, piece, wire.box or whole_box(wire.shape))
     if found is None:
-        return
+        return ()
     box, index = found
     strides = [math.prod(wire.sizes[dim + 1 :]) for dim in range(len(index))]
     start = sum(at.start * stride for at, stride in zip(index, strides))
     kept = [dim for dim in range(len(index)) if dim >= len(piece.index) or isinstance(piece.index[dim], slice)]
     if piece.transposed:
         kept[-2:] = kept[-1], kept[-2]
-    yield from _cut(box, start, [strides[dim] * index[dim].step for dim in kept], shape, lead)
+    return list(_cut(box, start, [strides[dim] * index[dim].step for dim in kept], shape, lead))
 
 
 def _cut(box: Box, start: int, strides: Sequence[int], shape: Sequence[int], lead: int) -> Iterator[BoxMatrix]:
@@ -87,7 +98,8 @@ def _cut(box: Box, start: int, strides: Sequence[int], shape: Sequence[int], lea
     sizes, edges = size_of(box), matrix_edges(box, shape, lead)
     both = None if edges is None else two_strides(sizes, strides, lead)
     if edges is not None and both is not None:
-        yield BoxMatrix(box, start, both, edges)
+        top, bottom, left, right = edges
+        yield BoxMatrix(box, start, (*matrix_of(shape, lead), *both, top, bottom - top, left, right - left))
         return
     cut = next(dim for dim, size in enumerate(sizes) if size > 1)  # one element is a box of any matrix
     for at in range(sizes[cut]):

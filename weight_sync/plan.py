@@ -20,26 +20,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from weight_sync.assembly import PairedTensors
-from weight_sync.boxes import Box, box_text, whole_box
+from weight_sync.boxes import Box, box_text
 from weight_sync.content import TensorTable
 from weight_sync.errors import CoverageError
 from weight_sync.held_format import HeldFormats
 from weight_sync.homes import Homes, address_of
+from weight_sync.known_calls import KnownCalls, without_collections
 from weight_sync.ledger import Numbers, PlannedBoxes
 from weight_sync.manifest import Manifest, ManifestPlan, plan_manifest
-from weight_sync.moves import Move, matrix_of
+from weight_sync.moves import Move
 from weight_sync.pair_plan import Gathered, PairRows, PlannedPairs, SplitWeights, Wires
 from weight_sync.paired_wire import WirePart
-from weight_sync.picks import parts_of_box
+from weight_sync.picks import BoxMatrix, parts_of_box
 from weight_sync.rank_cover import RankCover
 from weight_sync.spans import (
     CAST_DTYPES,
@@ -47,7 +47,6 @@ from weight_sync.spans import (
     INT8_BLOCKS_CODE,
     MOVE_COLUMNS,
     TENSOR_COLUMNS,
-    SpanMove,
     SpanTensor,
     table_of,
 )
@@ -122,14 +121,16 @@ def plan_bucket(
     `CoverageError` for a tensor that comes whole, in one box or in parts, while another box brings some of it.
     """
     rows, rest, seen = _Rows(table, quantised, homes), [], set[str]()
-    in_parts = {wires.parts[wire].name for wire in layout.metas if wire in wires.parts}
-    gathered = wires.gathered(layout) if is_compiled(homes.device) else {}
+    parts = wires.parts
+    in_parts = {parts[wire].name for wire in layout.metas if wire in parts} if parts else set[str]()
+    gathered = wires.gathered(layout) if parts and is_compiled(homes.device) else {}
     planned = set[int]()
     for place, (wire, offset) in enumerate(zip(layout.metas, layout.offsets, strict=True)):
         if place in planned:
             continue
-        part, pieces = wires.parts.get(wire), wires.pieces_in(wire)
-        names = {piece.name for piece in pieces}
+        part = parts.get(wire) if parts else None
+        pieces = wires.pieces[wire] if part is None else wires.weights.get(part.name, ())
+        names = [piece.name for piece in pieces]
         is_new = wire.box is not None or seen.isdisjoint(names)
         if part is not None:
             own = gathered.pop(part.name, None)
@@ -140,7 +141,7 @@ def plan_bucket(
             is_planned = wire.name not in in_parts and is_new and rows.add(wire, place, offset, pieces)
         if not is_planned:
             rest.append(place)
-        seen |= names
+        seen.update(names)
     rows.require_apart()
     return rows.plan(rest)
 
@@ -160,28 +161,32 @@ class _Rows:
 
     def add(self, wire: TensorMeta, place: int, offset: int, pieces: Sequence[Piece]) -> bool:
         """Add the logical tensors of a wire tensor that begins at byte `offset`.  False: tables cannot express them."""
-        if any(piece.name in self.quantised and not self.quantised[piece.name].is_int8_blocks for piece in pieces):
+        of = self.quantised
+        formats = [of[piece.name] for piece in pieces if piece.name in of] if of else []
+        if formats and not all(held.is_int8_blocks for held in formats):
             return wire.box is None and self._add_quantised(wire, place, offset, pieces)
-        if wire.box is not None and any(piece.name in self.quantised for piece in pieces):
+        if wire.box is not None and formats:
             return False
-        found = []
+        found, sent = [], DTYPE_CODES[wire.dtype]
         for piece in pieces:
             held = self._held(piece.name)
-            to, code = self.homes.moves(piece.name), self._code_of(wire, held)
-            matrices = None if to is None else _matrices(wire, offset, piece, held.shape, to[1])
+            to = self.homes.moves(held)
+            matrices = None if to is None else _matrices(wire, offset, piece, held, to[1])
+            code = sent if wire.dtype == held.dtype and not formats else self._code_of(wire, held)
             if to is None or matrices is None or code is None:
                 return False
-            codes = DTYPE_CODES[wire.dtype], code
-            for box, matrix in matrices:
-                found.append(_Row(held, wire, box, SpanTensor(matrix[0], *codes, *matrix[1:]), to[0]))
+            for box, first, numbers in matrices:
+                start = offset + first * wire.dtype.itemsize
+                found.append(_Row(held, wire, box, SpanTensor(start, sent, code, *numbers), to[0]))
         for row in found:
-            is_whole = row.span.sizes == (row.span.rows, row.span.columns)
+            span = row.span
+            is_whole = span.num_rows == span.rows and span.num_columns == span.columns
             (self.whole if is_whole else self.boxes).append(row)
         return True
 
     def add_pair(self, part: WirePart, gathered: Gathered, pieces: Sequence[Piece]) -> bool:
         """Add a weight that came in parts.  False: tables cannot express it."""
-        if len(pieces) != 1 or (moves := self.homes.moves(pieces[0].name)) is None:
+        if len(pieces) != 1 or (moves := self.homes.moves(self._held(pieces[0].name))) is None:
             return False
         return self.pairs.add_parts(part, gathered, pieces[0], moves[0])
 
@@ -189,14 +194,15 @@ class _Rows:
         """Add the logical tensors of a wire tensor that are quantised here, if each lies there row by row."""
         found, moves = list[tuple[TensorMeta, int]](), list[Sequence[Move]]()
         for piece in pieces if is_compiled(self.homes.device) else ():
-            held, to = self._held(piece.name), self.homes.moves(piece.name)
-            matrices = None if to is None else _matrices(wire, offset, piece, held.shape, to[1])
+            held = self._held(piece.name)
+            to = self.homes.moves(held)
+            matrices = None if to is None else _matrices(wire, offset, piece, held, to[1])
             if to is None or matrices is None or len(matrices) != 1:
                 return False
-            _, (start, rows, columns, *strides, top, num_rows, left, num_columns) = matrices[0]
-            if (strides, top, num_rows, left, num_columns) != ([columns, 1], 0, rows, 0, columns):
+            _, first, (rows, columns, *rest) = matrices[0]
+            if rest != [columns, 1, 0, rows, 0, columns]:
                 return False
-            found.append((held, start))
+            found.append((held, offset + first * wire.dtype.itemsize))
             moves.append(to[0])
         return bool(found) and self.pairs.add_values(wire, place, found, moves)
 
@@ -206,7 +212,8 @@ class _Rows:
     def require_apart(self) -> None:
         """Raise `CoverageError` for a tensor that is whole in one row, of any table, and has another one."""
         others = {row.held.name: row for row in self.boxes}
-        for row in self.whole:
+        is_each_once = len({row.held.name for row in self.whole}) == len(self.whole)
+        for row in self.whole if others or self.pairs.rows or not is_each_once else ():
             other = others.setdefault(row.held.name, row)
             if other is not row:
                 raise CoverageError(f"{row.held.name}: the boxes {box_text(other.box)} and {box_text(row.box)} overlap")
@@ -218,14 +225,20 @@ class _Rows:
         """Return the plan of all that was added.  `rest`: places in the layout that were not."""
         storages: dict[int, torch.Tensor] = {}
         numbers: dict[int, int] = {}
+        known: dict[int, int] = {}  # by the identity of tensors, which the rows hold
 
         def number_of(storage: torch.Tensor) -> int:
-            key = address_of(storage)
-            storages.setdefault(key, storage)
-            return numbers.setdefault(key, len(numbers))
+            number = known.get(id(storage))
+            if number is None:
+                key = address_of(storage)
+                storages.setdefault(key, storage)
+                number = known[id(storage)] = numbers.setdefault(key, len(numbers))
+            return number
 
         every = [*self.whole, *self.boxes]
-        moves = [SpanMove.of(move, at, number_of(move.storage)) for at, row in enumerate(every) for move in row.moves]
+        moves = [
+            (at, kind, number_of(storage), *more) for at, row in enumerate(every) for kind, storage, *more in row.moves
+        ]
         tensors = table_of([row.span for row in every], TENSOR_COLUMNS)
         pairs = self.pairs.planned(number_of)
         return BucketPlan(
@@ -280,67 +293,15 @@ class _Row(NamedTuple):
         return top, top + rows, left, left + columns
 
 
-_Matrix = tuple[int, int, int, int, int, int, int, int, int]
-"""A `SpanTensor` without its dtypes."""
-
-
-def _matrices(
-    wire: TensorMeta, offset: int, piece: Piece, shape: Sequence[int], lead: int
-) -> list[tuple[Box, _Matrix]] | None:
-    """Return what of a piece lies in a wire tensor: boxes of its matrix.
+def _matrices(wire: TensorMeta, offset: int, piece: Piece, held: TensorMeta, lead: int) -> Sequence[BoxMatrix] | None:
+    """Return what of a piece lies in a wire tensor that begins at byte `offset`: boxes of its matrix.
 
     None if its dtype cannot be read from there, or the wire tensor is empty.
     """
-    if offset % wire.dtype.itemsize:
-        return None
-    rows, columns = matrix_of(shape, lead)
-    if wire.box is None and piece.index == () and not piece.transposed:
-        return [(whole_box(shape), (offset, rows, columns, columns, 1, 0, rows, 0, columns))]
-    if 0 in wire.shape:
-        return None
-    found = []
-    for box, first, strides, (top, bottom, left, right) in parts_of_box(wire, piece, shape, lead):
-        start = offset + first * wire.dtype.itemsize
-        found.append((box, (start, rows, columns, *strides, top, bottom - top, left, right - left)))
-    return found
+    return None if offset % wire.dtype.itemsize else parts_of_box(wire, piece, held.shape, lead)
 
 
 # --- plans that are kept ------------------------------------------------------------------------------------------
-
-
-class _Sized(Protocol):
-    """A call that was read: `num_tensors` of it are kept in memory."""
-
-    @property
-    def num_tensors(self) -> int: ...
-
-
-Call = TypeVar("Call", bound=_Sized)
-
-
-class KnownCalls(Generic[Call]):
-    """Calls that were read, by a key of their arguments, such as a digest of them.
-
-    The ones used last are kept, with at most `max_tensors` tensors together.
-    """
-
-    def __init__(self, max_tensors: int) -> None:
-        self._max_tensors = max_tensors
-        self._num_tensors = 0
-        self._calls: OrderedDict[Hashable, Call] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], Call]) -> Call:
-        """Return the call, made if it is not known.  What `make` raises is not kept."""
-        known = self._calls.get(key)
-        if known is not None:
-            self._calls.move_to_end(key)
-            return known
-        made = self._calls[key] = make()
-        self._num_tensors += made.num_tensors
-        while self._num_tensors > self._max_tensors and len(self._calls) > 1:
-            _, oldest = self._calls.popitem(last=False)
-            self._num_tensors -= oldest.num_tensors
-        return made
 
 
 class Planner:
@@ -391,10 +352,16 @@ class Planner:
         known = [self._plans.get(layout, {}).get(key) for layout in layouts]
         if all(plan is not None for plan in known):
             return [plan for plan in known if plan is not None]
-        wires = Wires.of(weights, [meta for layout in layouts for meta in layout.metas], cast)
-        made = [plan_bucket(layout, wires, homes, self.table, self._quantised) for layout in layouts]
+        with without_collections():
+            made = self._made(weights, layouts, homes, cast)
         if cover is not None:
             made = [plan if plan.boxes is None else replace(plan, boxes=cover.kept_boxes(plan.boxes)) for plan in made]
         for layout, plan in zip(layouts, made, strict=True):
             self._plans.setdefault(layout, {})[key] = plan
         return made
+
+    def _made(
+        self, weights: LogicalWeights, layouts: Sequence[BucketLayout], homes: Homes, cast: bool
+    ) -> list[BucketPlan]:
+        wires = Wires.of(weights, [meta for layout in layouts for meta in layout.metas], cast)
+        return [plan_bucket(layout, wires, homes, self.table, self._quantised) for layout in layouts]

@@ -57,8 +57,8 @@ def split_wire(
         except (UnknownTensorError, ShapeMismatchError) as error:
             problems.add(meta, _part_error(meta, error))
             continue
-        for dtype in {expected[piece.name].dtype for piece in pieces}:
-            if not (dtype == meta.dtype or is_exact_cast(meta.dtype, dtype) or (cast and _is_float_cast(meta, dtype))):
+        for dtype in {held for piece in pieces if (held := expected[piece.name].dtype) != meta.dtype}:
+            if not (is_exact_cast(meta.dtype, dtype) or (cast and _is_float_cast(meta, dtype))):
                 problems.add(meta, DtypeMismatchError(_other_dtype(meta, dtype)))
         split.append(pieces)
     problems.settle()

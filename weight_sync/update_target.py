@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from weight_sync.content import ContentBook, TensorTable
 from weight_sync.held_format import HeldFormats
 from weight_sync.in_model import Apart
+from weight_sync.known_calls import KnownCalls
 from weight_sync.ledger import Coverage
 from weight_sync.manifest import Manifest
-from weight_sync.plan import KnownCalls, Planner
+from weight_sync.plan import Planner
 from weight_sync.receivers.base import KnownCall
 from weight_sync.staging import Staging
 from weight_sync.tensor_meta import LogicalWeights

@@ -53,11 +53,12 @@ class WeightIndex:
                     assert entry.name not in self._entries, f"two layers hold {entry.name}"
                     self._entries[entry.name] = entry
                 self._fused.update((form.name, form) for form in layer.fused_forms(prefix))
-        self._metas = {name: TensorMeta(name, entry.dtype, entry.shape) for name, entry in self._entries.items()}
+        metas = {name: TensorMeta(name, entry.dtype, entry.shape) for name, entry in self._entries.items()}
+        self._metas = MappingProxyType(metas)
 
     def metas(self) -> Mapping[str, TensorMeta]:
         """Return every logical tensor by canonical name, in the order of the model's layers."""
-        return MappingProxyType(self._metas)
+        return self._metas
 
     def split(self, wire: TensorMeta) -> list[Piece]:
         """Return the logical tensors inside `wire`; an empty list if the model ignores it.
@@ -65,8 +66,10 @@ class WeightIndex:
         Raises `UnknownTensorError`, `ShapeMismatchError`.
         """
         name = self._renamed_name(wire.name)
-        if name in self._metas:
-            _require_shape(wire.name, wire.shape, self._metas[name].shape)
+        own = self._metas.get(name)
+        if own is not None:
+            if own.shape != wire.shape:
+                _require_shape(wire.name, wire.shape, own.shape)
             return [Piece(name)]
         if name in self._fused:
             _require_shape(wire.name, wire.shape, self._fused[name].shape)
@@ -129,7 +132,7 @@ class WeightIndex:
 
         Raises `UnknownTensorError`.
         """
-        return self._places(self._entry(name))
+        return self._places(self._entries.get(name) or self._entry(name))
 
     def places_key(self) -> Hashable:
         """Return a key that changes whenever `places` of any tensor does."""

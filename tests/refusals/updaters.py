@@ -44,8 +44,8 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.fingerprint import fingerprint
+from weight_sync.known_calls import KnownCalls
 from weight_sync.manifest import Entries
-from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.receivers.ipc import IpcSource

@@ -19,7 +19,7 @@ import torch
 from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.intake import ProvenPart
-from weight_sync.plan import KnownCalls
+from weight_sync.known_calls import KnownCalls
 from weight_sync.stored_tensors import Storage, StoredPart, StoredTensor, check_total, parts_of, storages_of
 from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta
 from weight_sync.update_groups import WeightUpdateGroups

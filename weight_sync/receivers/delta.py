@@ -25,8 +25,8 @@ from weight_sync.fingerprint_words import SIGNED
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.homes import Homes
 from weight_sync.intake import ProvenPart
+from weight_sync.known_calls import KnownCalls
 from weight_sync.paired_wire import part_of
-from weight_sync.plan import KnownCalls
 from weight_sync.rank_parts import Exchange, alone, share_of
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.splitting import split_wire

@@ -22,9 +22,9 @@ from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.held_memory import Areas
+from weight_sync.known_calls import KnownCalls
 from weight_sync.ledger import WeightLedger
 from weight_sync.paired_wire import keeps, whole_metas, with_other_parts
-from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.safetensors_file import FileTensor, SafetensorsFile, open_regular, read_into
 from weight_sync.splitting import split_wire

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -328,7 +327,7 @@ def test_shares_in_another_place_are_refused() -> None:
     real = plan_module._matrices
 
     def at_the_start(*arguments: Any) -> Any:
-        return [(box, (*matrix[:5], 0, matrix[6], 0, matrix[8])) for box, matrix in real(*arguments) or ()]
+        return [(box, start, (*at[:4], 0, at[5], 0, at[7])) for box, start, at in real(*arguments) or ()]
 
     parts = [part(EMBED, EMBEDDING, HALF), part(EMBED, EMBEDDING, ((3, 6), (0, 4)))]
     with mock.patch.object(plan_module, "_matrices", at_the_start):
@@ -418,4 +417,4 @@ def test_a_box_of_everything_is_none() -> None:
     assert parse_box("w", (0, 4), [[0, 0], [0, 4]]) is None
     (meta,) = parse_metas(["w"], ["float32"], [[6, 4]], [[[1, 3], [0, 4]]])
     assert meta.sizes == (2, 4) and meta.nbytes == 32 and meta.shape == (6, 4)
-    assert replace(meta, box=None).nbytes == 96
+    assert meta._replace(box=None).nbytes == 96

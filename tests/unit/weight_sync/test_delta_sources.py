@@ -24,7 +24,7 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.fingerprint import digest, fingerprint
-from weight_sync.plan import KnownCalls
+from weight_sync.known_calls import KnownCalls
 from weight_sync.receivers.base import BucketSource
 from weight_sync.receivers.delta import DeltaSource
 from weight_sync.receivers.disk import DiskSource

@@ -18,7 +18,7 @@ from tests.logical_weights_fake import FakeWeights, version
 from weight_sync.bucket import cut_packed, cut_pieces, pack
 from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError
 from weight_sync.held_memory import Areas
-from weight_sync.plan import KnownCalls
+from weight_sync.known_calls import KnownCalls
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers import distributed
 from weight_sync.receivers.base import BucketSource, Receiver, deliver

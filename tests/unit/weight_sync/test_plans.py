@@ -15,7 +15,8 @@ from weight_sync import plan as plan_module
 from weight_sync.content import Digests, TensorTable
 from weight_sync.errors import ContentError, CoverageError
 from weight_sync.fingerprint import digest, fingerprint
-from weight_sync.plan import KnownCalls, Planner
+from weight_sync.known_calls import KnownCalls
+from weight_sync.plan import Planner
 from weight_sync.receivers.base import KnownCall
 from weight_sync.shadow import ShadowStaging
 from weight_sync.tensor_meta import BucketLayout, TensorMeta

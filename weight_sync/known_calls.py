@@ -1,0 +1,57 @@
+"""`KnownCalls`: what was made of calls that are the same in each refresh, such as their tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep Python from looking for cycles: it would visit a million new objects again and again, and there are none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Sized(Protocol):
+    """A call that was read: `num_tensors` of it are kept in memory."""
+
+    @property
+    def num_tensors(self) -> int: ...
+
+
+Call = TypeVar("Call", bound=_Sized)
+
+
+class KnownCalls(Generic[Call]):
+    """Calls that were read, by a key of their arguments, such as a digest of them.
+
+    The ones used last are kept, with at most `max_tensors` tensors together.
+    """
+
+    def __init__(self, max_tensors: int) -> None:
+        self._max_tensors = max_tensors
+        self._num_tensors = 0
+        self._calls: OrderedDict[Hashable, Call] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Call]) -> Call:
+        """Return the call, made if it is not known.  What `make` raises is not kept."""
+        known = self._calls.get(key)
+        if known is not None:
+            self._calls.move_to_end(key)
+            return known
+        with without_collections():
+            made = self._calls[key] = make()
+        self._num_tensors += made.num_tensors
+        while self._num_tensors > self._max_tensors and len(self._calls) > 1:
+            _, oldest = self._calls.popitem(last=False)
+            self._num_tensors -= oldest.num_tensors
+        return made
