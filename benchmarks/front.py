@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -37,8 +37,6 @@ from rollout.server.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
 IN_FLIGHT = (1, 16, 256, 1024, 4096)
-PROMPT_TOKENS = 64
-NEW_TOKENS = 40
 SECONDS = 6.0
 HEALTH_EVERY_S = 0.02
 WORKERS = ("benchmarks.front_engine", "rollout.engine.worker")
@@ -48,20 +46,38 @@ TINY = CheckpointSpec(
 )  # fmt: skip
 MODEL_IN_FLIGHT = (256, 1024)
 HERE = Path(__file__).resolve().parents[1]
-SAMPLING = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
 RECORDS = {"return_logprob": True, "return_routed_experts": True}
+
+
+class Sizes(NamedTuple):
+    """The tokens of a request: of its prompt, unless that is a text, and new ones, at most 127."""
+
+    prompt: int = 64
+    new: int = 40
+
+    @classmethod
+    def parse(cls, word: str) -> Sizes:
+        """Read `PROMPT+NEW`."""
+        prompt, new = word.split("+")
+        return cls(int(prompt), int(new))
+
+
+SIZES = Sizes()
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A kind of request: the fields of its body, headers, what each whole answer holds, and what ends a stream."""
+    """A kind of request: the fields of its body, headers, and what ends a stream."""
 
     name: str
     fields: dict[str, Any]
-    mark: str = f'"completion_tokens":{NEW_TOKENS},'
     headers: str = ""
     end: str | None = None
     is_text: bool = False
+
+    def mark(self, new_tokens: int) -> str:
+        """Return what each whole answer holds.  In msgpack a small number is a byte."""
+        return f"completion_tokens{chr(new_tokens)}" if self.headers else f'"completion_tokens":{new_tokens},'
 
 
 MODES = (
@@ -69,7 +85,7 @@ MODES = (
     Mode("text", {}, is_text=True),
     Mode("records", RECORDS),
     Mode("records, compact", RECORDS | {"logprobs_format": "compact", "routed_experts_format": "compact"}),
-    Mode("records, msgpack", RECORDS, "completion_tokens(", "accept: application/x-msgpack\r\n"),  # "(" is 40
+    Mode("records, msgpack", RECORDS, "accept: application/x-msgpack\r\n"),
     Mode("stream", {"stream": True}, end="[DONE]\n\n\r\n0\r\n\r\n"),
 )
 
@@ -81,14 +97,15 @@ def run(
     in_flight: tuple[int, ...] = IN_FLIGHT,
     modes: tuple[Mode, ...] = MODES,
     has_model: bool = False,
+    sizes: Sizes = SIZES,
 ) -> list[dict]:
     """Measure each mode with each number of requests in flight, print one table, and return its rows."""
     rows = []
     with _serving(has_model) as server:
         for mode in modes:
             for count in in_flight:
-                rows.append(server.measure(mode, count, seconds) | {"has_model": has_model})
-    _print(rows, console)
+                rows.append(server.measure(mode, count, seconds, sizes) | {"has_model": has_model})
+    _print(rows, sizes, console)
     return rows
 
 
@@ -107,14 +124,14 @@ class _Server:
         lines = {int(each): Path(f"/proc/{each}/cmdline").read_text() for each in children}
         (self._engine_pid,) = [each for each, line in lines.items() if any(name in line for name in WORKERS)]
 
-    def measure(self, mode: Mode, in_flight: int, seconds: float) -> dict[str, Any]:
+    def measure(self, mode: Mode, in_flight: int, seconds: float, sizes: Sizes) -> dict[str, Any]:
         """Return one row: rates, CPU time and latencies."""
         load = Load(
             port=self._port,
             in_flight=in_flight,
             seconds=seconds,
-            request=_request(mode),
-            mark=mode.mark,
+            request=_request(mode, sizes),
+            mark=mode.mark(sizes.new),
             end=mode.end,
             pids=[self._pid, self._engine_pid],
         )
@@ -134,13 +151,13 @@ class _Server:
             "mode": mode.name,
             "in_flight": in_flight,
             "requests_s": found.answers / found.seconds,
-            "tokens_s": found.answers * NEW_TOKENS / found.seconds,
+            "tokens_s": found.answers * sizes.new / found.seconds,
             "front_us_request": us,
-            "front_us_token": us / NEW_TOKENS,
+            "front_us_token": us / sizes.new,
             "engine_us_request": found.cpu_s[1] * 1e6 / found.answers,
             "client_us_request": found.own_cpu_s * 1e6 / found.answers,
             "capacity_requests_s": 1e6 / us,
-            "capacity_tokens_s": NEW_TOKENS * 1e6 / us,
+            "capacity_tokens_s": sizes.new * 1e6 / us,
             "bytes": found.num_bytes / found.answers,
             "latency_ms": found.latency_p50 * 1e3,
             "latency_p99_ms": found.latency_p99 * 1e3,
@@ -191,11 +208,12 @@ def _health_probe(port: int) -> Iterator[list[float]]:
         thread.join()
 
 
-def _request(mode: Mode) -> str:
+def _request(mode: Mode, sizes: Sizes) -> str:
     rng = random.Random(1)
-    ids = [rng.randrange(256, TINY.vocab_size) for _ in range(PROMPT_TOKENS)]
+    ids = [rng.randrange(256, TINY.vocab_size) for _ in range(sizes.prompt)]
     prompt = {"text": "The model counts from one to four here. " * 4} if mode.is_text else {"input_ids": ids}
-    body = json.dumps(prompt | {"sampling_params": SAMPLING} | mode.fields)
+    sampling = {"max_new_tokens": sizes.new, "temperature": 1.0, "ignore_eos": True}
+    body = json.dumps(prompt | {"sampling_params": sampling} | mode.fields)
     return (
         f"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n{mode.headers}"
         f"content-length: {len(body)}\r\n\r\n{body}"
@@ -206,14 +224,24 @@ def _percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(len(values) * share)] if values else float("nan")
 
 
-def _print(rows: list[dict], console: Console) -> None:
+def _print(rows: list[dict], sizes: Sizes, console: Console) -> None:
     behind = "a tiny model" if rows[0]["has_model"] else "an engine without a model, a step each ms"
     table = Table(
-        title=f"The front before {behind}: {PROMPT_TOKENS} prompt tokens, {NEW_TOKENS} new ones, {os.cpu_count()} "
+        title=f"The front before {behind}: {sizes.prompt} prompt tokens, {sizes.new} new ones, {os.cpu_count()} "
         "cores for front, engine and client"
     )
     columns = ("mode", "in flight", "requests/s", "tokens/s", "front us/request", "us/token", "one core: requests/s")
-    for column in (*columns, "tokens/s", "client us", "bytes", "p50 ms", "p99 ms", "/health p50 ms", "p99 ms"):
+    for column in (
+        *columns,
+        "tokens/s",
+        "engine us",
+        "client us",
+        "bytes",
+        "p50 ms",
+        "p99 ms",
+        "/health p50 ms",
+        "p99 ms",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -225,6 +253,7 @@ def _print(rows: list[dict], console: Console) -> None:
             f"{row['front_us_token']:.1f}",
             f"{row['capacity_requests_s']:,.0f}",
             f"{row['capacity_tokens_s']:,.0f}",
+            f"{row['engine_us_request']:.0f}",
             f"{row['client_us_request']:.0f}",
             f"{row['bytes']:,.0f}",
             *(f"{row[key]:.1f}" for key in ("latency_ms", "latency_p99_ms", "health_ms", "health_p99_ms")),
@@ -235,10 +264,18 @@ def _print(rows: list[dict], console: Console) -> None:
 
 
 def main() -> None:
-    """Measure one mode by itself: `python -m benchmarks.front MODE IN_FLIGHT SECONDS [model]`."""
+    """Measure one mode by itself: `python -m benchmarks.front MODE IN_FLIGHT SECONDS [model] [PROMPT+NEW]`."""
     name, count, seconds, *rest = sys.argv[1:]
     chosen = tuple(mode for mode in MODES if mode.name == name)
-    run(float(seconds), Console(width=220), in_flight=(int(count),), modes=chosen, has_model=rest == ["model"])
+    sizes = next((Sizes.parse(word) for word in rest if "+" in word), SIZES)
+    run(
+        float(seconds),
+        Console(width=220),
+        in_flight=(int(count),),
+        modes=chosen,
+        has_model="model" in rest,
+        sizes=sizes,
+    )
 
 
 if __name__ == "__main__":
