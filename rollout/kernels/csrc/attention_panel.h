@@ -97,10 +97,10 @@ class Panel {
     store(tops_ + row * kLanes, top);
   }
 
-  // What the rows' scores are relative to from now on.
+  // What the rows' scores are relative to from now on.  With a NaN among them it matters no more: the row is NaN.
   LOCKSTEP_INLINE void correct(float* maxima) {
     alignas(64) float tops[kPanelRows] = {};
-    for (int r = 0; r < rows_; ++r) tops[r] = largest(load(tops_ + r * kLanes));
+    for (int r = 0; r < rows_; ++r) tops[r] = largest_lane(load(tops_ + r * kLanes));
     const F32x16 old = load_some(maxima, first_of(rows_));
     const F32x16 now = max(old, load(tops));
     store(factors_, correction(old, now, splat(scale_)));

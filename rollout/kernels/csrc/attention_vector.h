@@ -67,9 +67,6 @@ LOCKSTEP_INLINE F32x16 keep_first(F32x16 x, int count, float other) {
 LOCKSTEP_INLINE F32x16 drop_first(F32x16 x, int count, float other) {
   return {_mm512_mask_mov_ps(x.v, first_of(count > 0 ? count : 0), _mm512_set1_ps(other))};
 }
-
-// The largest lane.
-LOCKSTEP_INLINE float largest(F32x16 x) { return _mm512_reduce_max_ps(x.v); }
 #else
 using SomeLanes = int;
 LOCKSTEP_INLINE SomeLanes first_of(int count) { return count < kLanes ? count : kLanes; }
@@ -96,6 +93,21 @@ LOCKSTEP_INLINE void store_some(c10::Half* p, F32x16 x, SomeLanes lanes) {
   for (int i = 0; i < lanes; ++i) p[i] = static_cast<c10::Half>(values[i]);
 }
 
+#if LOCKSTEP_AVX2
+// All bits of the lanes of a part that are among the first `count` of all lanes.
+LOCKSTEP_INLINE Part among_first(int part, int count) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count - part * kPart), lanes));
+}
+
+LOCKSTEP_INLINE F32x16 keep_first(F32x16 x, int count, float other) {
+  return each_part([&](int i) { return _mm256_blendv_ps(part_splat(other), x.v[i], among_first(i, count)); });
+}
+
+LOCKSTEP_INLINE F32x16 drop_first(F32x16 x, int count, float other) {
+  return each_part([&](int i) { return _mm256_blendv_ps(x.v[i], part_splat(other), among_first(i, count)); });
+}
+#else
 LOCKSTEP_INLINE F32x16 keep_first(F32x16 x, int count, float other) {
   float lanes[kLanes];
   store(lanes, x);
@@ -109,14 +121,7 @@ LOCKSTEP_INLINE F32x16 drop_first(F32x16 x, int count, float other) {
   for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? other : lanes[i];
   return load(lanes);
 }
-
-LOCKSTEP_INLINE float largest(F32x16 x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  float result = lanes[0];
-  for (int i = 1; i < kLanes; ++i) result = lanes[i] > result ? lanes[i] : result;
-  return result;
-}
+#endif
 #endif
 
 template <bool kWhole, class Scalar>

@@ -13,6 +13,8 @@
 namespace lockstep::sampler {
 
 inline constexpr int64_t kBlock = 256;
+// The weights of rows of so many blocks are kept for the draw: where there are few, a block is much of the row.
+inline constexpr size_t kFewBlocks = 16;
 
 // A number in [0, 1) with 53 bits from (seed, position) alone.  The mix is SplitMix64's finaliser (Steele, Lea, Flood,
 // "Fast splittable pseudorandom number generators", 2014).
@@ -58,7 +60,7 @@ class Row {
   const std::vector<float>& block_largest() const { return block_largest_; }
   // `exp` is 0 below -104.  Such lanes, of forbidden tokens above all, are not left to it: a product that is too small
   // for a float costs a hundred cycles.
-  F32x16 weight(F32x16 x) const {
+  [[gnu::always_inline]] F32x16 weight(F32x16 x) const {
     const F32x16 below = x - splat(largest_);
     return where_at_least(below, -104.0f, exp(where_at_least(below, -104.0f, below)));
   }
@@ -150,7 +152,8 @@ class Distribution {
  public:
   // With `keep_weights`, the weight of every token is there to be read.
   void set(const Row& row, bool keep_weights) {
-    if (keep_weights) {
+    has_weights_ = keep_weights || row.num_blocks() <= kFewBlocks;
+    if (has_weights_) {
       weights_.resize(row.num_blocks() * kBlock);
       sums_.set(row, -kInfinity, [&](int64_t id, F32x16 x) {
         const F32x16 weights = row.weight(x);
@@ -172,12 +175,16 @@ class Distribution {
   }
 
   int64_t draw(const Row& row, double noise) const {
+    if (has_weights_) {
+      return sums_.draw(row, noise, [&](int64_t id, F32x16) { return load(weights_.data() + id); });
+    }
     return sums_.draw(row, noise, [&](int64_t, F32x16 x) { return row.weight(x); });
   }
 
  private:
   BlockSums sums_;
   std::vector<float> weights_;
+  bool has_weights_ = false;
   double largest_ = 0.0, log_total_ = 0.0;
 };
 

@@ -1,4 +1,4 @@
-// What the sampler asks of vectors beyond simd.h: comparisons, the largest lane, sums in double.
+// What the sampler asks of vectors beyond simd.h: comparisons, sums in double.
 #pragma once
 
 #include <algorithm>
@@ -16,17 +16,6 @@ inline F32x16 load_padded(const float* p, int n) {
   std::fill(lanes, lanes + kLanes, -kInfinity);
   std::copy(p, p + n, lanes);
   return load(lanes);
-}
-
-// Of lanes that are no NaN.
-inline float largest_lane(F32x16 x) {
-#if LOCKSTEP_AVX512
-  return _mm512_reduce_max_ps(x.v);
-#else
-  float lanes[kLanes];
-  store(lanes, x);
-  return *std::max_element(lanes, lanes + kLanes);
-#endif
 }
 
 // Bit i: whether lane i is at least `bound`.

@@ -4,6 +4,7 @@
 // only.  Without FMA hardware `fma` rounds twice.  bf16 rounding is to nearest even.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -291,6 +292,7 @@ inline F32x16 load(const T* p) {
 template <class T>
 inline F32x16 load(const T* p, int n) {
   if (n == kLanes) return load(p);
+  if (n == kPart) return each_part([&](int i) { return i == 0 ? part_load(p) : part_splat(0.0f); });
   T buffer[kLanes] = {};
   std::memcpy(buffer, p, n * sizeof(T));
   return load(static_cast<const T*>(buffer));
@@ -303,6 +305,7 @@ inline void store(T* p, F32x16 x) {
 template <class T>
 inline void store(T* p, F32x16 x, int n) {
   if (n == kLanes) return store(p, x);
+  if (n == kPart) return part_store(p, x.v[0]);
   T buffer[kLanes];
   store(buffer, x);
   std::memcpy(static_cast<void*>(p), buffer, n * sizeof(T));
@@ -381,6 +384,22 @@ inline void sum4(const F32x16 (&x)[4], float* out) {
 
 #endif
 
+// Of lanes that are no NaN.
+inline float largest_lane(F32x16 x) {
+#if LOCKSTEP_AVX512
+  return _mm512_reduce_max_ps(x.v);
+#elif LOCKSTEP_AVX2
+  const __m256 both = _mm256_max_ps(x.v[0], x.v[1]);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  return *std::max_element(lanes, lanes + kLanes);
+#endif
+}
+
 inline float sum(F32x16 x) {
   const F32x16 rows[4] = {x, x, x, x};
   float out[4];
@@ -400,7 +419,7 @@ inline F32x16 round_to(F32x16 x) {
 
 // e^x, relative error below 2e-7 where the result is a normal number; 0 below -104, infinity above 88.8, NaN for NaN.
 // Range reduction by ln 2 in two parts, then the Taylor polynomial of degree 7 on [-0.347, 0.347].
-inline F32x16 exp(F32x16 x) {
+[[gnu::always_inline]] inline F32x16 exp(F32x16 x) {
   const F32x16 clamped = min(splat(89.0f), max(splat(-104.0f), x));
   const F32x16 n = round_to_integer(clamped * splat(1.44269504f));
   const F32x16 r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), clamped));

@@ -191,6 +191,17 @@ void check_moves() {
     for (int i = 0; i < kLanes; ++i) {
       expect(static_cast<float>(out[i]) == widened(static_cast<float>(in[i]) * (i < n ? 2 : 1), T()), "load, store", i);
     }
+    float loaded[kLanes];
+    store(loaded, n == kLanes ? load(in) : load(in, n));
+    for (int i = n; i < kLanes; ++i) expect(loaded[i] == 0, "zeros behind what is loaded", i);
+  }
+}
+
+void check_largest_lane() {
+  for (int place = 0; place < kLanes; ++place) {
+    float lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes[i] = i == place ? -1.0f : -2.0f - static_cast<float>(i);
+    expect(largest_lane(load(lanes)) == -1.0f, "the largest lane", place);
   }
 }
 
@@ -345,6 +356,7 @@ int main() {
   check_emulation();
   expect(tiles_agree(), "the processor's tiles and their emulation differ", 0);
   check_even_odd();
+  check_largest_lane();
   check_functions();
   check_rounding();
   check_sums();
