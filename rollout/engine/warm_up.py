@@ -164,7 +164,7 @@ def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> 
     extends, slot = [], 0
     for row, count in enumerate(counts):
         prefix_len = size.context_length - count
-        pool.table[row, prefix_len:] = torch.arange(slot, slot + count, device=device)
+        pool.enter_span(row, prefix_len, torch.arange(slot, slot + count))
         extends.append(ExtendInput([0] * count, row, prefix_len, num_logits=1))
         slot += count
     nothing = torch.empty(0, dtype=torch.int64)

@@ -50,7 +50,7 @@ def build_forward_batch(
     `pool`, which also has the newest tokens.  On a device, a step that only decodes costs one transfer.
     """
     decode_batch = _decode_only(decode, decode_slots, pool)
-    return _with_extends(extends, decode_batch) if extends else decode_batch
+    return _with_extends(extends, decode_batch, pool) if extends else decode_batch
 
 
 def as_decoding_rows(batch: ForwardBatch) -> ForwardBatch:
@@ -104,20 +104,20 @@ def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTok
     )
 
 
-def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBatch:
+def _with_extends(extends: list[ExtendInput], decode: ForwardBatch, pool: ReqToTokenPool) -> ForwardBatch:
     """Return the batch of the tokens of `extends`, followed by the tokens of `decode`."""
-    table = decode.req_to_token
-    device = table.device
     lens = [len(item.token_ids) for item in extends]
+    spans = [(x.pool_index, x.prefix_len, x.prefix_len + count) for x, count in zip(extends, lens)]
     token_ids = [token for item in extends for token in item.token_ids]
-    positions = np.concatenate([np.arange(x.prefix_len, x.prefix_len + count) for x, count in zip(extends, lens)])
-    slots = [table[x.pool_index, x.prefix_len : x.prefix_len + count] for x, count in zip(extends, lens)]
-    wanted = to_device(torch.tensor(_logits_rows(extends), dtype=torch.int64), device)
+    slots = [pool.span(row, start, end) for row, start, end in spans]
+    columns = [token_ids, np.concatenate([np.arange(start, end) for _, start, end in spans]), np.concatenate(slots)]
+    new_ids, positions, new_slots = to_device(torch.from_numpy(np.array(columns, np.int64)), pool.device).unbind()
+    wanted = to_device(torch.from_numpy(np.array(_logits_rows(extends), np.int64)), pool.device)
     return ForwardBatch(
-        input_ids=torch.cat([to_device(torch.tensor(token_ids, dtype=torch.int64), device), decode.input_ids]),
-        positions=torch.cat([to_device(torch.from_numpy(positions), device), decode.positions]),
-        out_cache_loc=torch.cat([*slots, decode.out_cache_loc]),
-        req_to_token=table,
+        input_ids=torch.cat([new_ids, decode.input_ids]),
+        positions=torch.cat([positions, decode.positions]),
+        out_cache_loc=torch.cat([new_slots, decode.out_cache_loc]),
+        req_to_token=decode.req_to_token,
         extend_req_pool_indices=[item.pool_index for item in extends],
         extend_prefix_lens=[item.prefix_len for item in extends],
         extend_lens=lens,

@@ -207,7 +207,7 @@ class CacheManager:
 
     def slots(self, sequence: CachedSequence, start: int, end: int) -> torch.Tensor:
         """Return a view of the slots of positions `start .. end - 1`, in the host's table."""
-        return self.pool.host_table[sequence.pool_index, start:end]
+        return torch.from_numpy(self.pool.span(sequence.pool_index, start, end))
 
     def share_prompt(self, sequence: CachedSequence, weight_epoch: int) -> None:
         """Insert the computed prompt of `sequence` into the prefix cache while it runs.
@@ -243,26 +243,27 @@ class CacheManager:
         if sequence.pool_index == -1:
             return
         assert sequence.namespace is not None and sequence.prefix_node is not None
+        cached, held = sequence.cached_len, sequence.device_len
         count = superfluous = sequence.recorded_len
-        if not sequence.cached_len <= count <= sequence.device_len:
+        if not cached <= count <= held:
             raise InvariantError(
-                f"the prefix cache has {sequence.cached_len} tokens of a request whose record covers {count} of "
-                f"{sequence.device_len}"
+                f"the prefix cache has {cached} tokens of a request whose record covers {count} of {held}"
             )
         if sequence.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
-            tokens = sequence.token_array(sequence.cached_len, count)
-            slots = self.slots(sequence, sequence.cached_len, count)
-            node, known = self.prefix_cache.insert_below(sequence.prefix_node, tokens, slots)
-            superfluous = sequence.cached_len + known
+            tokens = sequence.token_array(cached, count)
+            node, known = self.prefix_cache.insert_below(
+                sequence.prefix_node, tokens, self.slots(sequence, cached, count)
+            )
+            superfluous = cached + known
             if self.states is not None:
                 self.states.hand_over(sequence, self.prefix_cache, node, count)
             if session_to_pin is not None:
                 self.pins.keep(session_to_pin, node)
-        if superfluous > sequence.cached_len:
-            self.allocator.free(self.slots(sequence, sequence.cached_len, superfluous))
-        if sequence.device_len > count:  # of a step that was launched before it was known to have ended
-            self.allocator.free(self.slots(sequence, count, sequence.device_len))
-        self.num_private -= sequence.device_len - sequence.cached_len
+        if superfluous > cached:
+            self.allocator.free(self.slots(sequence, cached, superfluous))
+        if held > count:  # of a step that was launched before it was known to have ended
+            self.allocator.free(self.slots(sequence, count, held))
+        self.num_private -= held - cached
         self.prefix_cache.unlock(sequence.prefix_node)
         self.pool.free(sequence.pool_index)
         if self.states is not None:

@@ -352,14 +352,14 @@ class RecordReader:
         """Return the slots of the tokens whose KV is there, and part of the record [recorded_len]."""
         if req.recorded_len == 0:
             return np.empty(0, dtype=np.int64)
-        return self._cache.slots(req, 0, req.recorded_len).numpy()
+        return self._cache.pool.span(req.pool_index, 0, req.recorded_len)
 
     def _epoch_spans(self, epochs: np.ndarray) -> list[VersionSpan]:
         """Return runs of equal epochs as half-open spans over the rows given."""
         if not len(epochs):
             return []
         version_of, first = self._state.version_of, int(epochs[0])
-        if (epochs == first).all():  # no refresh came in between
+        if _is_uniform(epochs):  # no refresh came in between
             return [VersionSpan(version_of(first), 0, len(epochs), first)]
         ends = [*(np.flatnonzero(epochs[1:] != epochs[:-1]) + 1).tolist(), len(epochs)]
         starts = [0, *ends[:-1]]
@@ -376,8 +376,13 @@ def _oldest(epochs: np.ndarray, req: Req) -> int | None:
     """
     known = [] if req.oldest_epoch is None else [req.oldest_epoch]
     if len(epochs):
-        known.append(int(epochs.min()))
+        known.append(int(epochs[0] if _is_uniform(epochs) else epochs.min()))
     return min(known, default=None)
+
+
+def _is_uniform(epochs: np.ndarray) -> bool:
+    """Return whether all epochs are equal.  Bytes are compared: numpy's reductions take longer to begin."""
+    return epochs.tobytes() == epochs[:1].tobytes() * len(epochs)
 
 
 def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
