@@ -65,28 +65,38 @@ class RadixCache:
         return self.num_cached - self.num_locked
 
     def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
-        """Return the node where the longest cached prefix of `tokens` [n] ends, and the prefix's slots [m <= n]."""
+        """Return the node where the longest cached prefix of `tokens` [n] ends, and the prefix's slots [m <= n].
+
+        The caller does not change them: they may be the tree's own.
+        """
         return self.match_below(self._root(namespace), tokens)
 
     def match_below(self, node: RadixNode, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
         """Match the tokens after the prefix that ends at `node`, as `match` does.  That prefix is not matched again."""
+        node, slots, _ = self._descend(node, tokens)
+        if len(slots) == 1:
+            return node, slots[0]
+        return node, torch.cat(slots) if slots else NO_SLOTS
+
+    def _descend(self, node: RadixNode, tokens: np.ndarray) -> tuple[RadixNode, list[torch.Tensor], int]:
+        """Return the node where the longest known part of `tokens` ends, its slots edge by edge, and its length."""
         slots: list[torch.Tensor] = []
         now = next(self._clock)
         for above in self.path(node):
             self._touch(above, now)
-        position = 0
-        while position < len(tokens):
+        position, count = 0, len(tokens)
+        while position < count:
             child = node.children.get(int(tokens[position]))
             if child is None:
                 break
             shared = common_prefix(child.tokens, tokens[position:])
-            if shared < len(child):
+            if shared < len(child.tokens):
                 child = self._split(child, shared)
             self._touch(child, now)
             slots.append(child.slots)
             position += shared
             node = child
-        return node, torch.cat(slots) if slots else NO_SLOTS
+        return node, slots, position
 
     def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
         """Match the longest prefix with a recurrent state, as `match` does, and also return the state's row.
@@ -136,13 +146,12 @@ class RadixCache:
 
     def insert_below(self, node: RadixNode, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
         """Insert the tokens after the prefix that ends at `node`, as `insert` does."""
-        node, present = self.match_below(node, tokens)
-        known = present.shape[0]
+        node, _, known = self._descend(node, tokens)
         if known < len(tokens):
             child = RadixNode(node, tokens[known:].copy(), slots[known:].clone())
             node.children[int(tokens[known])] = child
             self._allocator.keep(child.slots)
-            self.num_cached += len(child)
+            self.num_cached += len(child.tokens)
             self.num_inserts += 1
             self._touch(child, next(self._clock))
             if self._events is not None and self._snapshots is None:
@@ -273,7 +282,8 @@ class RadixCache:
 
     def _touch(self, node: RadixNode, now: int) -> None:
         node.last_access = now
-        self._offer(node)
+        if not node.children and node.lock_count == 0:
+            self._offer(node)
 
     def _offer(self, node: RadixNode) -> None:
         """Enter an unused leaf into the eviction order, and drop an unused root: there is no bound on extra keys."""
@@ -294,8 +304,8 @@ class RadixCache:
 
     @staticmethod
     def _is_evictable(node: RadixNode) -> bool:
-        attached = node.parent is not None and len(node) > 0
-        return attached and not node.children and node.lock_count == 0
+        is_unused_leaf = node.lock_count == 0 and not node.children
+        return is_unused_leaf and node.parent is not None and len(node.tokens) > 0
 
     def _remove_leaf(self, node: RadixNode) -> int:
         parent, length = node.parent, len(node)
