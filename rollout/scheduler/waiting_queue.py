@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from rollout.scheduler.req import Req
@@ -43,7 +43,8 @@ class WaitingQueue:
 
     def __getitem__(self, index: int) -> Req:
         """Return the request that begins after `index` others.  The first one takes constant time."""
-        found = next(islice(self, index, None), None)
+        line: Iterable[Req] = self if index else self._first_line()
+        found = next(islice(line, index, None), None)
         if found is None:
             raise IndexError(index)
         return found
@@ -62,22 +63,30 @@ class WaitingQueue:
     def popleft(self) -> Req:
         """Remove the first request.  Raises `IndexError` if none waits."""
         req = self[0]
-        self.discard(req)
+        self._remove(req, self._first_line())
         return req
 
     def discard(self, req: Req) -> bool:
         """Remove `req`.  Returns False if it does not wait."""
         if req not in self:
             return False
-        line = self._line_of(req)
+        self._remove(req, self._line_of(req))
+        return True
+
+    def _remove(self, req: Req, line: OrderedDict[Req, None]) -> None:
         del line[req]
         self.num_tokens -= req.num_tokens
-        if not req.has_begun:
+        if line is not self._begun:
             self._num_new -= 1
             if not line:
                 del self._new[req.source.priority]
                 del self._priorities[bisect_left(self._priorities, req.source.priority)]
-        return True
+
+    def _first_line(self) -> OrderedDict[Req, None]:
+        """Return the line of the request that begins first; an empty one if none waits."""
+        if self._begun or not self._priorities:
+            return self._begun
+        return self._new[self._priorities[0]]
 
     def _line_of(self, req: Req) -> OrderedDict[Req, None]:
         """Return the requests among which `req` keeps the order of arrival."""
