@@ -38,6 +38,11 @@ from rollout.grammar.library import installed_version
 from rollout.scheduler.channel import ZmqChannel
 
 PROGRESS_EVERY_S = 2.0
+COLLECT_AFTER = 10_000
+"""Growth of the number of objects after which Python looks for cycles among the new ones.
+
+With Python's 700, a dozen requests cause a search, and all searches took 2 % of the time of small models.
+"""
 CONSEQUENCE_WAIT_S = 2.0  # before a rank reports that another ended: the root cause is reported first
 _OUTPUT_KEY = "output_addr"
 _PR_SET_PDEATHSIG = 1
@@ -159,6 +164,7 @@ def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Par
     # Modules and the model live until the end: garbage collections between steps need not visit them.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
     with torch.inference_mode():
         while not scheduler.serving.is_stopped:
             if os.getppid() != parent_pid:
