@@ -64,6 +64,8 @@ def all_layers(routed: RoutedExperts, dtype: np.dtype) -> np.ndarray:
     if not routed.complete:
         missing = routed.missing_rows()
         raise MissingRowsError(f"{len(missing)} of {len(routed)} rows were not recorded, the first is {missing[0]}")
+    if len(routed.moe_layer_ids) == routed.num_hidden_layers:  # all of them
+        return routed.logical_ids_TLK.astype(dtype, order="C")
     wide = np.zeros((len(routed), routed.num_hidden_layers, routed.top_k), dtype=dtype)
     wide[:, list(routed.moe_layer_ids)] = routed.logical_ids_TLK
     return wide

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +26,7 @@ def narrowest_dtype(num_ids: int, *, for_torch: bool = False) -> np.dtype:
     return np.min_scalar_type(max(0, num_ids - 1))
 
 
+@lru_cache(maxsize=64)
 def id_dtype(num_experts: int) -> np.dtype:
     """Return the narrowest unsigned dtype that holds the expert count, so that its maximum is free to mean MISSING.
 
@@ -35,6 +37,7 @@ def id_dtype(num_experts: int) -> np.dtype:
     return narrowest_dtype(num_experts + 1)
 
 
+@lru_cache(maxsize=64)
 def missing_id(num_experts: int) -> int:
     """Return the value that fills a row which was never recorded: the maximum of `id_dtype(num_experts)`."""
     return int(np.iinfo(id_dtype(num_experts)).max)
@@ -46,25 +49,33 @@ def checked_missing_rows(ids_TLK: np.ndarray, num_experts: int, missing: int) ->
     The rules: a row is wholly `missing` or wholly valid; valid ids are in [0, num_experts) and no layer of a row names
     an expert twice.  `ids_TLK` may have any integer dtype.
     """
-    is_missing_TLK = ids_TLK == missing
     missing_T: np.ndarray = np.zeros(ids_TLK.shape[0], dtype=bool)
-    if is_missing_TLK.any():  # seldom, and looking at each row takes ten times as long
+    valid_NLK, (low, high) = ids_TLK, _bounds(ids_TLK)
+    if low <= missing <= high:  # seldom, and looking at each row takes ten times as long
+        is_missing_TLK = ids_TLK == missing
         missing_T = is_missing_TLK.all(axis=(1, 2))
         partial_T = is_missing_TLK.any(axis=(1, 2)) & ~missing_T
         if partial_T.any():
             raise RouteValueError(f"row {int(partial_T.argmax())} is partly missing; a row must be whole or missing")
-    valid_NLK = ids_TLK[~missing_T] if missing_T.any() else ids_TLK
+        valid_NLK = ids_TLK[~missing_T]
+        low, high = _bounds(valid_NLK)
     if valid_NLK.size == 0:
         return missing_T
-    low, high = int(valid_NLK.min()), int(valid_NLK.max())
     if low < 0 or high >= num_experts:
-        raise RouteValueError(f"expert ids span {low}..{high}, outside 0..{num_experts - 1}")
+        raise RouteValueError(f"expert ids span {valid_NLK.min()}..{high}, outside 0..{num_experts - 1}")
     # K first makes each comparison one pass over contiguous memory: several times faster than sorting tiny rows.
-    by_choice = np.ascontiguousarray(np.moveaxis(valid_NLK, -1, 0))
+    by_choice = np.ascontiguousarray(valid_NLK.transpose(2, 0, 1))
     for shift in range(1, by_choice.shape[0]):
         if (by_choice[shift:] == by_choice[:-shift]).any():
             raise RouteValueError("a row names the same expert twice in one layer")
     return missing_T
+
+
+def _bounds(ids: np.ndarray) -> tuple[int, int]:
+    """Return two numbers between which all ids are, the second of them an id; unsigned ones are 0 or more."""
+    if ids.size == 0:
+        return 0, -1
+    return 0 if ids.dtype.kind == "u" else int(ids.min()), int(ids.max())
 
 
 @dataclass(frozen=True, eq=False)
