@@ -122,6 +122,9 @@ def on(target: str, header: str, right: str, wrong: str) -> Any:
                     "_mm256_hadd_ps(quarter_sums(x, 0), quarter_sums(x, 1))",
                 ),
                 ("_mm256_cvtepu8_epi32(eight_bytes(p))", "_mm256_cvtepi8_epi32(eight_bytes(p))"),
+                # The other half is loaded, too; two of the last four lanes are not compared.
+                ("i == 0 ? part_load(p) : part_splat(0.0f)", "part_load(p)"),
+                ("_mm_max_ss(two, _mm_shuffle_ps(two, two, 1))", "two"),
             )
         ),
     ],
