@@ -214,6 +214,8 @@ class TileAttention {
     // Of this block and the next, which is asked for in time.
     Places<Stored> places[2];
     find(keys, values, begin, end, places[0]);
+    // Nothing comes before the first block, in whose time it could be fetched: all its rows are asked for at once.
+    for (int first = 0; first < places[0].count; first += kTileKeys) of_head(places[0], 0).prefetch(first, sizes_);
     for (int64_t block = begin, i = 0; block < end; block += kBlock, ++i) {
       const Places<Stored>&now = places[i % 2], &next = places[(i + 1) % 2];
       find(keys, values, block + kBlock, end, places[(i + 1) % 2]);
