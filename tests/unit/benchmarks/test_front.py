@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from benchmarks.front import MODES, Mode, Sizes
 from benchmarks.front_client import Load, drive
 from benchmarks.front_engine import NullEngine
 from rollout.client import RolloutClient
@@ -72,3 +74,18 @@ def test_the_client_counts_whole_answers(live: Live, stream: bool) -> None:
 def test_the_client_refuses_an_answer_with_another_number_of_tokens(live: Live) -> None:
     with pytest.raises(RuntimeError, match="an answer is wrong"):
         drive(load(live, mark=f'"completion_tokens":{NEW_TOKENS + 1},'))
+
+
+def test_sizes_are_read_from_a_word() -> None:
+    assert Sizes.parse("8+1") == Sizes(prompt=8, new=1)
+    with pytest.raises(ValueError, match="unpack"):
+        Sizes.parse("8")
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.name in ("records", "records, msgpack")])
+def test_each_answer_of_a_mode_has_its_mark(live: Live, mode: Mode) -> None:
+    usual = load(live, mark=mode.mark(NEW_TOKENS))
+    request = usual.request.replace("host: localhost\r\n", f"host: localhost\r\n{mode.headers}")
+    assert drive(msgspec.structs.replace(usual, request=request)).answers > 0
+    with pytest.raises(RuntimeError, match="an answer is wrong"):
+        drive(msgspec.structs.replace(usual, request=request, mark=mode.mark(NEW_TOKENS + 1)))
