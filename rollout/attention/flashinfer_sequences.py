@@ -92,18 +92,40 @@ def gather_slots(table: torch.Tensor, rows_N: np.ndarray, first_N: np.ndarray, c
     `table` is contiguous.  The arrays are int64 on the host.  The slots are on the device of `table`, and the host does
     not wait for them.
     """
-    total, device = int(counts_N.sum()), table.device
     begins_N = np.cumsum(counts_N) - counts_N
+    out_P = torch.empty(int(counts_N.sum()), dtype=torch.int32, device=table.device)
+    _gather_into(out_P, table, rows_N * table.stride(0) + first_N, counts_N, begins_N)
+    return out_P
+
+
+def gather_rows(slots_P: torch.Tensor, first_N: np.ndarray, counts_N: np.ndarray) -> torch.Tensor:
+    """Return `counts_N` slots from `first_N` on in a row for each sequence, int32 [N, longest]; 0 behind the last.
+
+    The arrays are int64 on the host, which does not wait.
+    """
+    num_rows, longest = len(counts_N), int(counts_N.max(initial=0))
+    rows_Nl = torch.zeros(num_rows, longest, dtype=torch.int32, device=slots_P.device)
+    _gather_into(rows_Nl.view(-1), slots_P, first_N, counts_N, np.arange(num_rows) * longest)
+    return rows_Nl
+
+
+def _gather_into(
+    out: torch.Tensor, table: torch.Tensor, places_N: np.ndarray, counts_N: np.ndarray, begins_N: np.ndarray
+) -> None:
+    """Copy `counts_N` slots from `places_N` of the flat table on, to `begins_N` of `out` on."""
+    total, device = int(counts_N.sum()), table.device
     host = _host_array((3, len(counts_N)), torch.int64, device)
-    host.numpy()[:] = rows_N * table.stride(0) + first_N, counts_N, begins_N
+    host.numpy()[:] = places_N, counts_N, begins_N
     spans = host.to(device, non_blocking=True)
     if table.is_cuda:
-        by_kernel: Callable[..., torch.Tensor] = import_module("rollout.kernels.gpu.gather_slots").gather_slots
-        return by_kernel(table, spans, int(counts_N.max(initial=0)), total)
-    # The p-th slot of all lies at base + p of the flat table, with the base of its sequence.
-    places_P = torch.repeat_interleave(spans[0] - spans[2], spans[1], output_size=total)
-    places_P += torch.arange(total, device=device)
-    return table.view(-1).index_select(0, places_P).to(torch.int32)
+        by_kernel: Callable[..., None] = import_module("rollout.kernels.gpu.gather_slots").gather_slots
+        by_kernel(table, spans, int(counts_N.max(initial=0)), out)
+        return
+    # The p-th slot of all is the nth of its sequence.
+    sequence_P = torch.repeat_interleave(spans[1], output_size=total)
+    nth_P = torch.arange(total, device=device) - (spans[1].cumsum(0) - spans[1])[sequence_P]
+    slots_P = table.view(-1).index_select(0, spans[0][sequence_P] + nth_P)
+    out.index_copy_(0, spans[2][sequence_P] + nth_P, slots_P.to(torch.int32))
 
 
 def _part(query_lens_n: np.ndarray, counts_n: np.ndarray, slots_P: torch.Tensor) -> CsrPart:

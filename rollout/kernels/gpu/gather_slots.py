@@ -3,7 +3,7 @@
 Torch takes six launches, and writes every place of the table as int64 three times.  Here each slot is read and written
 once.
 
-Shapes: N sequences, P slots of all of them.
+Shapes: N sequences.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ def gather_slots_kernel(table, spans, out, N, BLOCK: tl.constexpr):
     tl.store(out + begin + at, slots.to(tl.int32), mask=at < count)
 
 
-def gather_slots(table: torch.Tensor, spans: torch.Tensor, longest: int, total: int) -> torch.Tensor:
-    """Return slots [P] int32 of spans of a flat table: one span behind the other.
+def gather_slots(table: torch.Tensor, spans: torch.Tensor, longest: int, out: torch.Tensor) -> None:
+    """Copy spans of a flat table of slots to where they belong in `out`, int32.
 
-    `spans` [3, N] int64: the first place of each, its length, and the slots of those before it.  `longest` and `total`
-    are the largest length and the sum of all, P.
+    `spans` [3, N] int64: the first place of each, its length, and its first place in `out`.  `longest` is the largest
+    length.
     """
-    out_P = torch.empty(total, dtype=torch.int32, device=table.device)
-    if total:
+    if longest:
         grid = (spans.shape[1], triton.cdiv(longest, _BLOCK))
         gather_slots_kernel[grid](
-            table, spans, out_P, spans.shape[1], BLOCK=_BLOCK, num_warps=_WARPS, **launch_options(table)
+            table, spans, out, spans.shape[1], BLOCK=_BLOCK, num_warps=_WARPS, **launch_options(table)
         )
-    return out_P
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """Return the case of the slot table."""
+    """Return the case of the slot table, and that of slots that were gathered before."""
     types = {"table": "*i64", "spans": "*i64", "out": "*i32", "N": "i32"}
-    return [("gather_slots", gather_slots_kernel, types, {"BLOCK": _BLOCK}, _WARPS, 3)]
+    cases = ("gather_slots", types), ("gather_slots in rows", types | {"table": "*i32"})
+    return [(name, gather_slots_kernel, each, {"BLOCK": _BLOCK}, _WARPS, 3) for name, each in cases]
