@@ -14,6 +14,9 @@ import torch
 from rollout.core.forward_batch import ForwardBatch
 from rollout.memory.kv_pool import KVPool
 
+PROMPT_VOTES = 2
+"""The ways to compute prompts by FlashAttention 3: its own module, and FlashInfer's."""
+
 
 class PagedOperands(NamedTuple):
     """A step as the compiled attention operator takes it: N sequences whose last tokens are queries, all int64.
@@ -72,9 +75,11 @@ class AttentionBackend(ABC):
     def settle(self, all_agree: Callable[[bool], bool]) -> None:
         """Choose, before the first step, what all ranks of the engine have to choose alike.
 
-        `all_agree` returns whether all ranks vote yes.  All ranks call it once, whatever backend they have.
+        `all_agree` returns whether all ranks vote yes.  All ranks vote on each way to compute prompts in turn, whatever
+        backend they have, until all agree on one: `PROMPT_VOTES` times at most.
         """
-        all_agree(False)
+        for _ in range(PROMPT_VOTES):
+            all_agree(False)
 
     def for_graph(self, batch_size: int) -> AttentionBackend | None:
         """Return a backend over the same KV for captured steps of exactly `batch_size` decoding requests.

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from rollout.attention.base import AttentionBackend
+from rollout.attention.flash_attention_3 import Fa3Heads
 from rollout.attention.flashinfer_kinds import FixedBuffers, GroupedHeads, KindOfLayer, Latents, LayerKind
-from rollout.attention.flashinfer_prompts import fa3_obstacle
+from rollout.attention.flashinfer_prompts import choose_prompts
 from rollout.attention.flashinfer_sequences import StepSequences
 from rollout.core.forward_batch import ForwardBatch
 from rollout.memory.kv_pool import KVPool
@@ -48,6 +49,7 @@ class _Shared:
         self.device, self.dtypes = kv.k[0].device, (kv.dtype, kv.stored)
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.prompts = "fa2"  # the module of prompts of grouped heads, by FlashInfer's name
+        self.own_fa3: Any = None  # FlashAttention 3's own module, which goes before it
         self.kinds: dict[LayerKind, None] = {}
         self._indices: dict[int | None, torch.Tensor] = {}
         self._int_workspaces: dict[LayerKind, torch.Tensor] = {}
@@ -97,11 +99,8 @@ class FlashInferBackend(AttentionBackend):
 
     def settle(self, all_agree: Callable[[bool], bool]) -> None:
         assert not self._shared.kinds, "modules are chosen before the first step"
-        reason = fa3_obstacle(self._shared.library, self.kv)
-        if all_agree(reason is None):
-            self._shared.prompts, self.prompts = "fa3", "FlashAttention 3"
-        else:
-            self.prompts = f"FlashAttention 2: {reason or 'another rank of the engine has none'}"
+        choice = choose_prompts(self._shared.library, self.kv, all_agree)
+        self._shared.prompts, self._shared.own_fa3, self.prompts = choice
 
     def for_graph(self, batch_size: int) -> AttentionBackend:
         return CapturedFlashInfer(self, batch_size)
@@ -138,8 +137,13 @@ class FlashInferBackend(AttentionBackend):
         assert self._sequences is not None, "plan comes before attend"
         if kind not in self._kinds:
             shared = self._shared
-            given = shared.library, kind, shared.dtypes, shared.workspace, self._fixed(kind)
-            self._kinds[kind] = Latents(*given) if kind.is_latent else GroupedHeads(*given, shared.prompts)
+            given, fixed = (shared.library, kind, shared.dtypes, shared.workspace), self._fixed(kind)
+            if kind.is_latent:
+                self._kinds[kind] = Latents(*given, fixed)
+            elif shared.own_fa3 is not None and fixed is None:
+                self._kinds[kind] = Fa3Heads(*given, shared.own_fa3)
+            else:
+                self._kinds[kind] = GroupedHeads(*given, fixed, shared.prompts)
         self._kinds[kind].plan(*self._sequences.parts(kind.window))
 
     def _fixed(self, kind: LayerKind) -> FixedBuffers | None:

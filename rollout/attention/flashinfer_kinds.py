@@ -130,7 +130,7 @@ class GroupedHeads(KindOfLayer):
     """Grouped query heads.  Decoding runs FlashAttention 2 on tensor cores; extending runs the module `prompts`.
 
     FlashAttention 2 is the same module for both, and takes groups of any size, which the kernel for plain cores does
-    not.
+    not.  `prompts` is None where a subclass runs what extends.
     """
 
     def __init__(
@@ -140,11 +140,12 @@ class GroupedHeads(KindOfLayer):
         dtypes: Dtypes,
         workspace: torch.Tensor,
         fixed: FixedBuffers | None,
-        prompts: str,
+        prompts: str | None,
     ) -> None:
         super().__init__(kind, dtypes, fixed)
         if fixed is None:
-            self._extend = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=prompts)
+            if prompts is not None:
+                self._extend = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=prompts)
             self._decode = library.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=True, backend="fa2"
             )

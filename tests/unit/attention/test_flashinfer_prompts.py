@@ -77,7 +77,7 @@ def test_all_ranks_vote_whatever_they_have(monkeypatch: pytest.MonkeyPatch) -> N
     def all_agree(mine: bool) -> bool:
         votes.append(mine)
         barrier.wait()
-        return all(votes)
+        return all(votes)  # the first vote has a False, and so have all
 
     made: list[Any] = []
     library = stand_in()
@@ -95,7 +95,7 @@ def test_all_ranks_vote_whatever_they_have(monkeypatch: pytest.MonkeyPatch) -> N
         thread.start()
     for thread in threads:
         thread.join(30.0)
-    assert sorted(votes) == [False, True, True]
+    assert sorted(votes) == [False] * 4 + [True] * 2  # none has FlashAttention 3's own module
     words = {type(each).__name__: each.prompts.partition(":")[0] for each in made}
     assert words == {"FlashInferBackend": "FlashAttention 2", "TorchNativeBackend": ""}
 
