@@ -11,7 +11,7 @@ import torch
 from weight_sync import fp8_blocks, int4_groups, int8_blocks
 from weight_sync.errors import ContentError
 from weight_sync.fp8_blocks import BLOCK
-from weight_sync.take_pairs import PairForm
+from weight_sync.pair_tables import PairForm
 from weight_sync.tensor_meta import Pair, Piece
 
 _SCALES_BELOW = 2.0**120

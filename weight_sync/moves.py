@@ -23,6 +23,8 @@ class MoveKind(IntEnum):
     PACKED_W8: the same with `pack_rows_w8`, for a tensor that is held in blocks of 8 bits (`weight_sync.int8_blocks`).
     PACKED_TRANSPOSED: as PACKED, the columns of the box as packed rows.
     PACKED_FP8, PACKED_INT4: elements and scales go as with `pack_rows_fp8` and `pack_rows_int4` (`take_pairs`).
+    ROWS_FP8, ROWS_INT4: whole rows of `rollout.kernels.row_places`, from the destination on: a is the number of bytes
+    from one to the next, b the number of bytes up to its scales.
     """
 
     BOX = 0
@@ -31,6 +33,11 @@ class MoveKind(IntEnum):
     PACKED_TRANSPOSED = 3
     PACKED_FP8 = 4
     PACKED_INT4 = 5
+    ROWS_FP8 = 6
+    ROWS_INT4 = 7
+
+
+ROW_KINDS = (MoveKind.ROWS_FP8, MoveKind.ROWS_INT4)
 
 
 class Move(NamedTuple):
@@ -62,6 +69,8 @@ class Move(NamedTuple):
             return part
         if self.kind == MoveKind.BOX:
             return part._replace(offset=self.offset + (down * self.a + right * self.b) * self.storage.itemsize)
+        if self.kind in ROW_KINDS:
+            return part._replace(offset=self.offset + down * self.a) if num_columns == self.num_columns else None
         if self.kind == MoveKind.PACKED_TRANSPOSED:
             return part._replace(a=self.a + right) if num_rows == self.num_rows else None
         return part._replace(a=self.a + down) if num_columns == self.num_columns else None

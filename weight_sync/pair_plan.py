@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,12 +22,13 @@ from weight_sync.content import TensorTable
 from weight_sync.errors import WeightRequestError
 from weight_sync.held_format import HeldFormats
 from weight_sync.ledger import Numbers
-from weight_sync.moves import Move, MoveKind
+from weight_sync.moves import ROW_KINDS, Move, MoveKind
 from weight_sync.pair_kinds import FP8, PairKind, group_of
+from weight_sync.pair_tables import PairForm, PairRow
 from weight_sync.paired_wire import WirePart, parts_in, value_metas
 from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, MOVE_COLUMNS, SpanMove
 from weight_sync.splitting import split_wire
-from weight_sync.take_pairs import PairForm, PairRow, PairTables
+from weight_sync.take_pairs import PairTables
 from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, Piece, TensorMeta
 
 _VECTOR = 16
@@ -109,7 +110,7 @@ class SplitWeights:
         if self._joined is None or self._joined[0] != metas:
             *offsets, size = itertools.accumulate((meta.nbytes for meta in metas), initial=layout.num_bytes)
             self._joined = metas, BucketLayout([*layout.metas, *metas], [*layout.offsets, *offsets], size)
-        more = (part.contiguous().view(-1).view(torch.uint8) for _, part in parts)
+        more = (part.contiguous().view(-1).view(torch.uint8).to(content.device) for _, part in parts)
         return PackedBucket(self._joined[1], torch.cat([content, *more]))
 
 
@@ -155,10 +156,11 @@ class _Row(NamedTuple):
 
 @dataclass
 class PairRows:
-    """The weights of a plan, as they are found."""
+    """The weights of a plan, as they are found.  `kinds`: of the moves that its kernel knows."""
 
     table: TensorTable
     quantised: HeldFormats
+    kinds: Collection[MoveKind]
     values: list[_Row] = field(default_factory=list)
     parts: list[_Row] = field(default_factory=list)
 
@@ -181,7 +183,7 @@ class PairRows:
                 return False
             row = _row(held, form, offset, PairForm.VALUES, wire.dtype)
             rows.append(_Row(held, wire.name, (), (place,), row, own, is_limited=False))
-        if not all(map(_begins_with_blocks, rows)):
+        if not all(map(self._fits_moves, rows)):
             return False
         self.values += rows
         return True
@@ -202,7 +204,7 @@ class PairRows:
         )
         places = tuple(own.place for own in gathered.values())
         added = _Row(held, part.name, metas, places, row, moves, is_limited=row.form == row.held)
-        if not _begins_with_blocks(added):
+        if not self._fits_moves(added):
             return False
         self.parts.append(added)
         return True
@@ -223,6 +225,9 @@ class PairRows:
             places=[each.places for each in rows],
             tables=PairTables([each.row for each in rows], table, [each.is_limited for each in rows]),
         )
+
+    def _fits_moves(self, row: _Row) -> bool:
+        return all(move.kind in self.kinds for move in row.moves) and _begins_with_blocks(row)
 
     def _form_of(self, held: TensorMeta, *, in_parts: bool) -> tuple[PairForm, int] | None:
         """Return the form in which a tensor is held, and its group; None where tables cannot hold it so."""
@@ -277,4 +282,8 @@ def _begins_with_blocks(row: _Row) -> bool:
                 return False
         elif move.kind == MoveKind.PACKED_INT4 and move.first_column % row.row.held_group:
             return False
+        elif move.kind in ROW_KINDS:  # of INT4 128 columns lie together, whatever their groups
+            is_cut = move.kind == MoveKind.ROWS_FP8 and move.first_row % fp8_blocks.BLOCK != 0
+            if is_cut or move.first_column % fp8_blocks.BLOCK:
+                return False
     return True

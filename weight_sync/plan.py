@@ -50,7 +50,7 @@ from weight_sync.spans import (
     SpanTensor,
     table_of,
 )
-from weight_sync.take_pairs import PairsFound, is_compiled
+from weight_sync.take_pairs import PairsFound, is_compiled, kinds_of
 from weight_sync.take_spans import Found, SpanTables
 from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, Piece, TensorMeta
 
@@ -92,9 +92,8 @@ class BucketPlan:
         live: Sequence[torch.Tensor] | None = None,
     ) -> tuple[Found, PairsFound | None]:
         """Take a bucket by all tables.  Raises as `SpanTables.take` and `PairTables.take`."""
-        assert live is None or self.pairs is None, "weights with tables of their own are not folded"
         found = self.tables.take(source, storages, checks=checks, writes=writes, live=live)
-        return found, None if self.pairs is None else self.pairs.tables.take(source, storages, checks, writes)
+        return found, None if self.pairs is None else self.pairs.tables.take(source, storages, checks, writes, live)
 
     @functools.cached_property
     def keys(self) -> list[int]:
@@ -157,7 +156,7 @@ class _Rows:
     boxes: list[_Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pairs = PairRows(self.table, self.quantised)
+        self.pairs = PairRows(self.table, self.quantised, kinds_of(self.homes.device))
 
     def add(self, wire: TensorMeta, place: int, offset: int, pieces: Sequence[Piece]) -> bool:
         """Add the logical tensors of a wire tensor that begins at byte `offset`.  False: tables cannot express them."""

@@ -101,50 +101,57 @@ def checked_tables(
     source: torch.Tensor, tensors: torch.Tensor, moves: torch.Tensor, storages: Sequence[torch.Tensor]
 ) -> tuple[list[SpanTensor], list[SpanMove]]:
     """Return the rows of both tables.  Raises `RuntimeError`, as the kernel does, for one that does not fit."""
-    for content in (source, *storages):
-        _require(content.dim() == 1 and content.dtype == torch.uint8 and content.is_contiguous(), "bytes must be uint8")
-        _require(content.device == source.device, f"a storage is on {content.device}, its source on {source.device}")
-    spans = [SpanTensor(*row) for row in _rows(tensors, TENSOR_COLUMNS, "tensor")]
-    steps = [SpanMove(*row) for row in _rows(moves, MOVE_COLUMNS, "move")]
+    check_bytes(source, storages)
+    spans = [SpanTensor(*row) for row in rows_of(tensors, TENSOR_COLUMNS, "tensor")]
+    steps = [SpanMove(*row) for row in rows_of(moves, MOVE_COLUMNS, "move")]
     for index, span in enumerate(spans):
         _check_tensor(span, f"tensor {index}", source.numel())
     for index, step in enumerate(steps):
-        _check_move(step, f"move {index}", spans, storages)
+        check_move(step, f"move {index}", spans, storages)
     return spans, steps
 
 
-def _rows(table: torch.Tensor, columns: int, name: str) -> Iterator[list[int]]:
+def check_bytes(source: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
+    """Raise `RuntimeError` for what is not bytes on one device."""
+    for content in (source, *storages):
+        require(content.dim() == 1 and content.dtype == torch.uint8 and content.is_contiguous(), "bytes must be uint8")
+        require(content.device == source.device, f"a storage is on {content.device}, its source on {source.device}")
+
+
+def rows_of(table: torch.Tensor, columns: int, name: str) -> Iterator[list[int]]:
+    """Yield the rows of a table.  Raises `RuntimeError` for another shape, and for a number that no table has."""
     is_table = table.dim() == 2 and table.shape[1] == columns and table.dtype == torch.int64
-    _require(is_table, f"the table of {name}s must be int64 [rows, {columns}]")
+    require(is_table, f"the table of {name}s must be int64 [rows, {columns}]")
     for index, row in enumerate(table.tolist()):
         for number in row:
-            _require(0 <= number < _LIMIT, f"{name} {index} has the number {number}")
+            require(0 <= number < _LIMIT, f"{name} {index} has the number {number}")
         yield row
 
 
 def _check_tensor(span: SpanTensor, name: str, source_bytes: int) -> None:
     dtypes = list(DTYPES.values())
-    _require(max(span.sent, span.held) < len(dtypes), f"{name} has an unknown dtype")
+    require(max(span.sent, span.held) < len(dtypes), f"{name} has an unknown dtype")
     is_cast = span.sent == span.held or max(span.sent, span.held) < len(CAST_DTYPES)
-    _require(is_cast, f"{name} would be cast from dtype {span.sent} to {span.held}")
-    _require(span.rows * span.columns < _LIMIT, f"{name} is too large")
+    require(is_cast, f"{name} would be cast from dtype {span.sent} to {span.held}")
+    require(span.rows * span.columns < _LIMIT, f"{name} is too large")
     is_inside = span.first_row + span.num_rows <= span.rows and span.first_column + span.num_columns <= span.columns
-    _require(is_inside, f"{name} has a box outside of it")
+    require(is_inside, f"{name} has a box outside of it")
     end = _end(span.offset, dtypes[span.sent].itemsize, span.sizes, span[5:7])
-    _require(end <= source_bytes, f"{name} lies outside of the source")
+    require(end <= source_bytes, f"{name} lies outside of the source")
 
 
-def _check_move(step: SpanMove, name: str, spans: Sequence[SpanTensor], storages: Sequence[torch.Tensor]) -> None:
-    _require(step.tensor < len(spans), f"{name} has no tensor")
-    _require(step.storage < len(storages), f"{name} has no storage")
-    _require(step.kind == MoveKind.BOX, f"{name} has an unknown kind")
+def check_move(step: SpanMove, name: str, spans: Sequence[SpanTensor], storages: Sequence[torch.Tensor]) -> None:
+    """Raise `RuntimeError` for a move that is not of a box, or points outside."""
+    require(step.tensor < len(spans), f"{name} has no tensor")
+    require(step.storage < len(storages), f"{name} has no storage")
+    require(step.kind == MoveKind.BOX, f"{name} has an unknown kind")
     span, storage = spans[step.tensor], storages[step.storage]
     is_inside = step.first_row + step.num_rows <= span.rows and step.first_column + step.num_columns <= span.columns
-    _require(is_inside, f"{name} lies outside of its tensor")
+    require(is_inside, f"{name} lies outside of its tensor")
     width = list(DTYPES.values())[span.held].itemsize
-    _require((storage.data_ptr() + step.offset) % width == 0, f"{name} has a destination between two elements")
+    require((storage.data_ptr() + step.offset) % width == 0, f"{name} has a destination between two elements")
     end = _end(step.offset, width, (step.num_rows, step.num_columns), (step.a, step.b))
-    _require(end <= storage.numel(), f"{name} lies outside of its storage")
+    require(end <= storage.numel(), f"{name} lies outside of its storage")
 
 
 def _end(offset: int, width: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
@@ -153,6 +160,7 @@ def _end(offset: int, width: int, sizes: Sequence[int], strides: Sequence[int]) 
     return offset + (sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1) * width
 
 
-def _require(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
+    """Raise `RuntimeError` unless something holds."""
     if not holds:
         raise RuntimeError(message)

@@ -43,11 +43,11 @@ _ROWS = 4
 _NUM_WARPS = 16
 _NARROW = (1 << 31) - 2 * BLOCK
 Found = tuple[torch.Tensor, torch.Tensor]
-_WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 @triton.jit
-def _read(place, is_there, WORD: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+def read_words(place, is_there, WORD: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
     """Read the words that begin at these bytes."""
     if ALIGNED:
         word = tl.load(place.to(tl.pointer_type(WORD), bitcast=True), mask=is_there, other=0)
@@ -59,7 +59,7 @@ def _read(place, is_there, WORD: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.
 
 
 @triton.jit
-def _values(word, DTYPE: tl.constexpr):
+def values_of(word, DTYPE: tl.constexpr):
     """Return floating-point numbers by their bits: float64, or the others as float32."""
     if DTYPE == 0:
         value = word.to(tl.float64, bitcast=True)
@@ -73,7 +73,7 @@ def _values(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _bits(value, DTYPE: tl.constexpr):
+def bits_of(value, DTYPE: tl.constexpr):
     """Return the bits of numbers that are rounded to a dtype, a float64 by way of float32."""
     if DTYPE == 0:
         word = value.to(tl.float64).to(tl.uint64, bitcast=True)
@@ -153,10 +153,10 @@ def _take(
         y_box, x_box = top - box_row + down, right - box_column
         is_there = (y_box >= 0) & (y_box < box_rows) & (x_box >= 0) & (x_box < box_columns)
         place = source + begin + (y_box * row_stride + x_box * column_stride) * WIDTH
-        sent = _read(place, is_there, SENT_WORD, WIDTH, ALIGNED)
+        sent = read_words(place, is_there, SENT_WORD, WIDTH, ALIGNED)
         held = sent
         if SENT != HELD:
-            held = _bits(_values(sent, SENT), HELD)
+            held = bits_of(values_of(sent, SENT), HELD)
         if CHECKS:
             factor = mix_odd((first_block + nth).to(tl.uint64) * 2)
             _note(sent, is_there, factor, b, sums + 2 * tensor, flags + 2 * tensor, SENT_MASK)
@@ -196,8 +196,8 @@ class _Form(NamedTuple):
         return {
             "SENT": self.sent,
             "HELD": self.held,
-            "SENT_WORD": _WORDS[sent.itemsize],
-            "HELD_WORD": _WORDS[held.itemsize],
+            "SENT_WORD": WORDS[sent.itemsize],
+            "HELD_WORD": WORDS[held.itemsize],
             "SENT_MASK": EXPONENTS.get(sent, 0),
             "HELD_MASK": EXPONENTS.get(held, 0),
             "WIDTH": sent.itemsize,
@@ -210,34 +210,66 @@ class _Form(NamedTuple):
         }
 
 
-class GpuSpans:
-    """Two checked tables on a device, to be taken for every bucket of the size of `source` that lies as they say.
+class DeviceTables:
+    """Tables of one layout on a device, to be taken for every bucket of the size of `source` that lies as they say.
 
     `storages`: uint8 [bytes] each, as large and aligned as the ones that will be written to; none of them is kept.
     Raises `RuntimeError` for a table that does not fit.
     """
 
-    def __init__(
-        self, source: torch.Tensor, tensors: torch.Tensor, moves: torch.Tensor, storages: Sequence[torch.Tensor]
-    ) -> None:
-        spans, steps = checked_tables(source, tensors, moves, storages)
+    def __init__(self, source: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
         self._fits = _form_of(source, storages)
-        self._device = device = source.device
-        steps.sort(key=lambda step: step.tensor)
-        counts_T = torch.zeros(len(spans) + 1, dtype=torch.int64)
-        for step in steps:
-            counts_T[step.tensor + 1] += 1
-        self._num_tensors = len(spans)
-        self._tensors = _on(device, spans, len(SpanTensor._fields))
-        self._moves = _on(device, steps, len(SpanMove._fields))
-        self._first_move = counts_T.cumsum(0).to(device)
-        self._work = {form: _on(device, items, 3) for form, items in _work_of(spans, source.data_ptr() % 8).items()}
-        self._same_T = torch.tensor([span.sent == span.held for span in spans], dtype=torch.bool, device=device)
+        self.device = source.device
         self._addresses: tuple[list[list[int]], list[torch.Tensor]] = ([], [])
 
     def fits(self, source: torch.Tensor, storages: Sequence[torch.Tensor]) -> bool:
         """Return whether the tables were checked for such a bucket and such storages."""
         return self._fits == _form_of(source, storages)
+
+    def require_fit(
+        self, source: torch.Tensor, storages: Sequence[torch.Tensor], live: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Raise `RuntimeError` for a bucket or storages that the tables were not checked for."""
+        if not (source.is_contiguous() and self.fits(source, storages if live is None else live)):
+            raise RuntimeError(f"a bucket of {source.numel()} bytes is another than its tables describe")
+        for shadow, storage in zip(storages, live or (), strict=live is not None):
+            is_reached = shadow.device == self.device or shadow.is_pinned()
+            if not (is_reached and _place_of(shadow)[:2] == _place_of(storage)[:2] and shadow.is_contiguous()):
+                raise RuntimeError(f"a shadow of {shadow.numel()} bytes is not like its storage")
+
+    def addresses_of(self, *lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the addresses in each list, int64 [S] on the device; they are copied there when they have changed.
+
+        Each is a tensor of its own: Triton compiles a kernel anew for an argument at an odd address.
+        """
+        addresses = [[storage.data_ptr() for storage in storages] for storages in lists]
+        if self._addresses[0] != addresses:
+            made = [torch.tensor(row, dtype=torch.int64).to(self.device) for row in addresses]
+            self._addresses = addresses, made
+        return self._addresses[1]
+
+
+class GpuSpans(DeviceTables):
+    """The two tables of `take_spans` on a device, checked; see `DeviceTables`."""
+
+    def __init__(
+        self, source: torch.Tensor, tensors: torch.Tensor, moves: torch.Tensor, storages: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__(source, storages)
+        spans, steps = checked_tables(source, tensors, moves, storages)
+        device = self.device
+        steps.sort(key=lambda step: step.tensor)
+        counts_T = torch.zeros(len(spans) + 1, dtype=torch.int64)
+        for step in steps:
+            counts_T[step.tensor + 1] += 1
+        self._num_tensors = len(spans)
+        self._tensors = on_device(device, spans, len(SpanTensor._fields))
+        self._moves = on_device(device, steps, len(SpanMove._fields))
+        self._first_move = counts_T.cumsum(0).to(device)
+        self._work = {
+            form: on_device(device, items, 3) for form, items in _work_of(spans, source.data_ptr() % 8).items()
+        }
+        self._same_T = torch.tensor([span.sent == span.held for span in spans], dtype=torch.bool, device=device)
 
     def take(
         self,
@@ -252,10 +284,10 @@ class GpuSpans:
         `live`: the storages that are meant, where `storages` are to hold the exclusive or with them.  Raises
         `RuntimeError` for a bucket or storages that the tables were not checked for.
         """
-        self._require_fit(source, storages, live)
-        sums_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int64, device=self._device)
-        flags_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int32, device=self._device)
-        addresses = self._addresses_of(storages, storages if live is None else live)
+        self.require_fit(source, storages, live)
+        sums_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int64, device=self.device)
+        flags_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int32, device=self.device)
+        addresses = self.addresses_of(storages, storages if live is None else live)
         for form, items in self._work.items() if checks or writes else ():
             constants = form.constants(checks, writes, folds=live is not None)
             tables = (self._tensors, self._moves, self._first_move, *addresses, items)
@@ -263,27 +295,6 @@ class GpuSpans:
         for found_T2 in (sums_T2, flags_T2):  # a tensor that is not cast was summed once
             found_T2[:, 1] = torch.where(self._same_T, found_T2[:, 0], found_T2[:, 1])
         return sums_T2, flags_T2 != 0
-
-    def _require_fit(
-        self, source: torch.Tensor, storages: Sequence[torch.Tensor], live: Sequence[torch.Tensor] | None
-    ) -> None:
-        if not (source.is_contiguous() and self.fits(source, storages if live is None else live)):
-            raise RuntimeError(f"a bucket of {source.numel()} bytes is another than its tables describe")
-        for shadow, storage in zip(storages, live or (), strict=live is not None):
-            is_reached = shadow.device == self._device or shadow.is_pinned()
-            if not (is_reached and _place_of(shadow)[:2] == _place_of(storage)[:2] and shadow.is_contiguous()):
-                raise RuntimeError(f"a shadow of {shadow.numel()} bytes is not like its storage")
-
-    def _addresses_of(self, *lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the addresses in each list, int64 [S] on the device; they are copied there when they have changed.
-
-        Each is a tensor of its own: Triton compiles a kernel anew for an argument at an odd address.
-        """
-        addresses = [[storage.data_ptr() for storage in storages] for storages in lists]
-        if self._addresses[0] != addresses:
-            made = [torch.tensor(row, dtype=torch.int64).to(self._device) for row in addresses]
-            self._addresses = addresses, made
-        return self._addresses[1]
 
 
 def launch(
@@ -310,7 +321,8 @@ def _place_of(storage: torch.Tensor) -> tuple[int, int, torch.device]:
     return storage.numel(), storage.data_ptr() % 8, storage.device
 
 
-def _on(device: torch.device, rows: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
+def on_device(device: torch.device, rows: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
+    """Return the rows of a table on a device."""
     return torch.tensor(rows, dtype=torch.int64).view(-1, columns).to(device)
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from rollout.kernels.places import PlaceBase
 from weight_sync.fp8_blocks import BLOCK, QUANTISED
 from weight_sync.held_format import FP8_PAIRS, INT4_GROUPS, INT4_GROUPS_128, HeldFormat, PairFormat
-from weight_sync.moves import Move
+from weight_sync.moves import Move, MoveKind
 from weight_sync.tensor_meta import Pair
 
 PACKED_INT4 = torch.uint8
@@ -36,12 +36,14 @@ _VECTOR = 16  # bytes that a thread loads at once
 class RowForm:
     """One way to hold matrices on CUDA.
 
-    `held`: what is held of a tensor.  `dtype`: of the storage, which tells the operators the form.
+    `held`: what is held of a tensor.  `kind`: of a move to rows.  `dtype`: of the storage, which tells the operators
+    the form.
     `parts(columns)`: bytes of a row up to its scales, and of the scales.  `write(rows, pair)` and `read(rows, columns)`
     take storage [R, S] of that many rows.
     """
 
     held: HeldFormat
+    kind: MoveKind
     dtype: torch.dtype
     parts: Callable[[int], tuple[int, int]]
     write: Callable[[torch.Tensor, Pair], None]
@@ -99,8 +101,13 @@ class RowsPlace(PlaceBase):
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
-        """Return None: tables do not carry pairs."""
-        return None
+        rows, columns = self._rows.shape[0], self._columns
+        assert tuple(shape) == (rows, columns) and lead in (None, 1), shape
+        begin, row_bytes = (
+            int(size) * self._rows.itemsize for size in (self._rows.storage_offset(), self._rows.stride(0))
+        )
+        up_to_scales, _ = self._form.parts(columns)
+        return [Move(self._form.kind, self._rows, begin, 0, rows, 0, columns, row_bytes, up_to_scales)]
 
 
 def row_bytes(elements: int, scales: int) -> int:
@@ -162,7 +169,14 @@ def _read_int4(rows: torch.Tensor, columns: int, group: int) -> Pair:
 
 def _int4_form(held: HeldFormat) -> RowForm:
     group = held.block[1]
-    return RowForm(held, PACKED_INT4, int4_parts, _write_int4, lambda rows, columns: _read_int4(rows, columns, group))
+    return RowForm(
+        held,
+        MoveKind.ROWS_INT4,
+        PACKED_INT4,
+        int4_parts,
+        _write_int4,
+        lambda rows, columns: _read_int4(rows, columns, group),
+    )
 
 
 def _up(size: int, to: int) -> int:
@@ -174,7 +188,7 @@ def _asked_for(name: str, held: HeldFormat) -> HeldFormat:
 
 
 ROW_FORMS = {
-    "fp8": RowForm(_asked_for("fp8", FP8_PAIRS), QUANTISED, fp8_parts, _write_fp8, _read_fp8),
+    "fp8": RowForm(_asked_for("fp8", FP8_PAIRS), MoveKind.ROWS_FP8, QUANTISED, fp8_parts, _write_fp8, _read_fp8),
     "int4": _int4_form(_asked_for("int4", INT4_GROUPS)),
     "int4-128": _int4_form(_asked_for("int4-128", INT4_GROUPS_128)),
 }

@@ -174,10 +174,10 @@ def kernel_findings() -> list[str]:
     """List the configurations of Triton kernels that this triton does not compile for compute capability 9.0."""
     from benchmarks.compile_cases import CompileCase
     from benchmarks.gpu_kernels_table import cases, compile_case
-    from weight_sync import fingerprint_gpu, spans_gpu
+    from weight_sync import fingerprint_gpu, pairs_gpu, spans_gpu
 
     found = []
-    of_weights = [*fingerprint_gpu.compile_cases(), *spans_gpu.compile_cases()]
+    of_weights = [case for module in (fingerprint_gpu, spans_gpu, pairs_gpu) for case in module.compile_cases()]
     for case in [*cases(), *(CompileCase(*case) for case in of_weights)]:
         try:
             row = compile_case(case)

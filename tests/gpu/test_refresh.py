@@ -7,6 +7,7 @@ that is the engine's.
 from __future__ import annotations
 
 import contextlib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from rollout.core.messages.weights import (
     EndWeightUpdateReqInput,
     WeightsCheckerReqInput,
 )
+from rollout.kernels.row_places import ROW_FORMS, RowsPlace
 from rollout.model.weight_loading import weight_tensors
 from tests.gpu.engines import checkpoint, engine
 from tests.local_refresh import deliver, refresh
 from tests.loopback_updater import layout_of, packed
 from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness
+from tests.unit.weight_sync.test_take_pairs import NAME, OneMatrix, expected, in_a_bucket, matrix, planned, sent_as
+from weight_sync import take_pairs
 from weight_sync.content import TensorTable
 from weight_sync.errors import CommitError, WeightSyncError
 from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
@@ -201,3 +205,27 @@ def test_many_refreshes_one_after_another_leave_no_memory_behind(
     facts["bytes after each"] = taken
     assert taken[-1] <= taken[2], "memory grows with every refresh"
     assert said(harness) == said(started(folders, device))
+
+
+@pytest.mark.parametrize("held", ["fp8", "int4"])
+@pytest.mark.parametrize("sent_form", ["fp8 float32", "int4 32", "values bfloat16"])
+def test_weights_with_scales_are_taken_by_tables_as_single_tensors_are(
+    sent_form: str, held: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the storage, and the fingerprints of all parts; in a dry run by the interpreted kernel."""
+    monkeypatch.setattr(take_pairs, "kernels_of", lambda device: import_module("weight_sync.pairs_gpu"))
+    rows, (count, columns) = ROW_FORMS[held], (200, 352)
+    sent = sent_as(sent_form, matrix(count, columns), torch.bfloat16)
+    layout, content = in_a_bucket(sent.tensors, gap=4)
+    live = RowsPlace(rows, rows.empty([count], columns, device), columns, torch.bfloat16)
+    wanted = RowsPlace(rows, rows.empty([count], columns, "cpu"), columns, torch.bfloat16)
+    plan = planned(OneMatrix(TensorMeta(NAME, torch.bfloat16, (count, columns)), live), layout, {NAME: rows.held})
+    assert plan.pairs is not None and not plan.rest
+    tables, storage = plan.pairs.tables, live.storage.view(torch.uint8).view(-1)
+    found = tables.take(content.to(device), [storage])
+    values, stored = expected(sent, rows.held)
+    wanted.write(stored)
+    assert torch.equal(live.storage.view(torch.uint8).cpu(), wanted.storage.view(torch.uint8))
+    sums = [fingerprint(part) for part in sent.tensors.values()]
+    assert found.sums[0].tolist() == [*sums, *[0] * (3 - len(sums)), fingerprint(values)]
+    assert found.wrong.tolist() == [0]

@@ -21,7 +21,7 @@ from weight_sync.delta.tensor_list import TensorList
 from weight_sync.digest_plan import DigestPlan
 from weight_sync.errors import BaseMismatchError
 from weight_sync.homes import Homes
-from weight_sync.moves import Move
+from weight_sync.moves import ROW_KINDS, Move
 from weight_sync.tensor_meta import LogicalWeights
 
 
@@ -51,7 +51,7 @@ class DeltaPlan:
             planned[at] = len(places) > 0 and all(place.region is None for place in places)
             if by_tables and planned[at]:
                 found = places[0].moves(tensors.metas[at].shape)
-                planned[at] = found is not None
+                planned[at] = found is not None and not any(move.kind in ROW_KINDS for move in found)
                 moves[names[at]] = found or ()
             if planned[at] and len(places) > 1:
                 copied.append(at)
