@@ -118,6 +118,16 @@ def test_a_server_looks_for_its_device_before_anything_else(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
+    ("device", "sizes"), [("cuda", (8192, 0.9)), ("cuda:1", (8192, 0.9)), ("cpu", (2048, 0.6)), ("auto", (2048, 0.6))]
+)
+def test_sizes_of_a_step_and_of_memory_follow_the_device(device: str, sizes: tuple[int, float]) -> None:
+    args = settings(device=device)
+    assert (args.step_prompt_tokens, args.memory_fraction) == sizes
+    given = settings(device=device, chunked_prefill_size=-1, mem_fraction_static=0.5)
+    assert (given.step_prompt_tokens, given.memory_fraction) == (-1, 0.5)
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"base_gpu_id": -1}, "--base-gpu-id must not be negative"),
