@@ -1,19 +1,18 @@
 """`check_content`: tensors that came, checked before any of them is stored: finite, with the fingerprints stated.
 
-Tensors that lie end to end, as in a bucket, are checked together: a pass over many megabytes costs less than a pass
-over each of a thousand tensors.
+Buckets that are taken by tables are checked by those (`take_spans`, `take_pairs`); these are the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from weight_sync.errors import ContentError, listed
-from weight_sync.fingerprint import fingerprints_apart, fingerprints_end_to_end, wrong_fingerprint
-from weight_sync.fingerprint_words import BLOCK
+from weight_sync.fingerprint import wrong_fingerprint
+from weight_sync.fingerprint_batch import fingerprints_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -29,16 +28,11 @@ def check_content(named: Named, stated: Fingerprints) -> dict[str, int]:
 
     Raises `ContentError` for all that are not finite, or for the first whose fingerprint differs.
     """
-    found: dict[str, int] = {}
-    not_finite: list[str] = []
-    for run in _runs(named):
-        values, finite = _inspect(run)
-        found.update(zip((name for name, _ in run), values, strict=True))
-        if not finite:
-            not_finite += [name for name, tensor in run if not is_finite(tensor)]
+    not_finite = [name for name, tensor in named if not is_finite(tensor)]
     if not_finite:
         raise ContentError(f"values that are not finite in {listed(not_finite)}")
-    return matching(found, stated)
+    values = fingerprints_of((tensor, tensor.dtype, 0) for _, tensor in named)
+    return matching(dict(zip((name for name, _ in named), values, strict=True)), stated)
 
 
 def matching(found: dict[str, int], stated: Fingerprints) -> dict[str, int]:
@@ -50,16 +44,6 @@ def matching(found: dict[str, int], stated: Fingerprints) -> dict[str, int]:
     return found
 
 
-def _inspect(run: Named) -> tuple[list[int], bool]:
-    """Return the fingerprints of the tensors of a run, and whether all values are finite."""
-    finite: bool | None = None
-    if all(tensor.numel() and tensor.numel() % BLOCK == 0 for _, tensor in run) and run[0][1].is_contiguous():
-        values, finite = fingerprints_end_to_end(_flat(run).view(-1), [tensor.numel() for _, tensor in run])
-    else:
-        values, finite = fingerprints_apart([tensor for _, tensor in run])
-    return values, is_finite(_flat(run)) if finite is None else finite
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all values are finite, in one pass without temporaries: NaN propagates through min and max."""
     if tensor.numel() == 0 or not tensor.dtype.is_floating_point:
@@ -68,37 +52,3 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return all(bool(chunk.to(torch.float32).isfinite().all()) for chunk in tensor.reshape(-1).split(1 << 20))
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def _runs(named: Named) -> Iterator[Named]:
-    """Yield neighbours in the list that lie end to end in one storage, in one dtype; whole blocks apart from other
-    sizes.
-    """
-    run: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in named:
-        if run and not _follows(run[-1][1], tensor):
-            yield run
-            run = []
-        run.append((name, tensor))
-    if run:
-        yield run
-
-
-def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.dtype == other.dtype
-        and one.numel() > 0
-        and other.is_contiguous()
-        and one.is_contiguous()
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.storage_offset() + one.numel() == other.storage_offset()
-        and (one.numel() % BLOCK == 0) == (other.numel() % BLOCK == 0)
-    )
-
-
-def _flat(run: Named) -> torch.Tensor:
-    """Return all elements of a run as one tensor, a view."""
-    first = run[0][1]
-    if len(run) == 1:
-        return first
-    return first.as_strided((sum(tensor.numel() for _, tensor in run),), (1,))

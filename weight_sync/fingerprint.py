@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -52,42 +51,6 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
     Scratch memory is a few MiB whatever the size.  An empty tensor gives 0.
     """
     return _contiguous(_words(tensor), offset)
-
-
-def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[list[int], bool | None]:
-    """Return F of each of many tensors that lie end to end in `flat` [sum of `numels`], contiguous, in one pass.
-
-    Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None for a dtype where that is
-    not found out.  T tensors of N blocks.
-    """
-    assert all(numel % BLOCK == 0 for numel in numels), "a block must lie in one tensor"
-    exponent = EXPONENTS.get(flat.dtype, 0)
-    sums_N, infinite_N = block_sums(_words(flat).view(-1, BLOCK), exponent)
-    finite = not bool(infinite_N.any()) if exponent else None
-    values: list[int] = []
-    start = 0
-    for count, group in itertools.groupby(numel // BLOCK for numel in numels):  # equal sizes are a matrix of sums
-        num_tensors = len(list(group))
-        sums_TN = sums_N[start : start + num_tensors * count].view(num_tensors, count)
-        table_N = _multipliers_of_blocks(1 << count.bit_length())[:count].to(flat.device)
-        values += [value & _MASK for value in (sums_TN * table_N).sum(1).tolist()]
-        start += num_tensors * count
-    return values, finite
-
-
-def fingerprints_apart(tensors: Sequence[torch.Tensor]) -> tuple[list[int], bool | None]:
-    """Return F of each of many tensors of one dtype and device, wherever they lie, and whether all elements of all are
-    finite; None where that is not found out on the way.
-
-    On a CUDA device one kernel a tensor does both, and all results are read back at once.
-    """
-    kernels = kernels_of(tensors[0].device)
-    exponent = EXPONENTS.get(tensors[0].dtype)
-    if kernels is None or exponent is None:
-        return [fingerprint(tensor) for tensor in tensors], None
-    results = torch.stack([kernels.gpu_sum_and_flag(_words(tensor), 0, exponent) for tensor in tensors])
-    values, found = results.cpu().unbind(1)
-    return [value & _MASK for value in values.tolist()], not bool(found.any())
 
 
 def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: Index) -> int:

@@ -22,7 +22,9 @@ from rollout.kernels.operators.norm_route import RouterRule, of_best_groups
 from rollout.kernels.ops import ExpertPart, RowMajorHeld, plain_ops
 from rollout.kernels.row_places import ROW_FORMS, RowsPlace
 from tests.gpu.needs import need_cuda
-from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprints_end_to_end
+from weight_sync.content_check import check_content
+from weight_sync.errors import ContentError
+from weight_sync.fingerprint import fingerprint, fingerprint_slice
 from weight_sync.fingerprint_words import multipliers
 from weight_sync.held_format import FP8_PAIRS, INT4_GROUPS, INT4_GROUPS_128
 from weight_sync.spans import DTYPE_CODES, SpanTensor
@@ -376,11 +378,13 @@ def test_fingerprints_are_the_host_s(name: str, device: torch.device) -> None:
 
 
 def test_fingerprints_of_a_bucket_are_the_host_s(device: torch.device) -> None:
-    flat = torch.randn(3 * (1 << 16), generator=torch.Generator().manual_seed(2)).bfloat16()
-    sizes = [1 << 16, 1 << 17]
-    assert fingerprints_end_to_end(flat.to(device), sizes) == fingerprints_end_to_end(flat, sizes)
-    flat[70_000] = float("inf")
-    assert fingerprints_end_to_end(flat.to(device), sizes)[1] is False
+    flat = torch.randn(5 * (1 << 18), generator=torch.Generator().manual_seed(2)).bfloat16()
+    host = list(zip("ab", flat.split([1 << 18, 1 << 20]), strict=True))
+    there = [(name, tensor.to(device)) for name, tensor in host]
+    assert check_content(there, {}) == check_content(host, {})
+    there[1][1][70_000] = float("inf")
+    with pytest.raises(ContentError, match="not finite in b"):
+        check_content(there, {})
 
 
 def test_a_bucket_is_taken_by_tables_as_on_the_host(device: torch.device) -> None:

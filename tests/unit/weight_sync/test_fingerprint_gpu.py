@@ -20,17 +20,9 @@ from weight_sync import content_check, fingerprint_gpu
 from weight_sync import fingerprint as prints
 from weight_sync.block_sums import kernels_of, plain_block_sums, trial
 from weight_sync.errors import ContentError
-from weight_sync.fingerprint import combine, fingerprint, fingerprints_apart
+from weight_sync.fingerprint import combine, fingerprint
 from weight_sync.fingerprint_words import BLOCK, UNSIGNED, multipliers
 
-FLOATS = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
 MASK = (1 << 64) - 1
 
 
@@ -74,28 +66,8 @@ def test_any_shard_at_any_offset(width: int, offset: int, numel: int, seed: int)
     assert value & MASK == prints._contiguous(words, offset)
 
 
-@pytest.mark.full(but="torch.float8_e4m3fn")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_value_that_is_not_finite_is_found_wherever_it_lies(dtype: torch.dtype, on_gpu: None) -> None:
-    tensors = [finite_values(dtype, numel, numel) for numel in (7, BLOCK, BLOCK + 3)]
-    wanted = [prints.combine(prints._contiguous(prints._words(tensor), 0)) for tensor in tensors]
-    assert fingerprints_apart(tensors) == (wanted, True)
-    for number, position in ((0, 6), (1, 0), (2, BLOCK + 2)):
-        for bad in (float("nan"), float("inf"), float("-inf")):
-            broken = [tensor.clone() for tensor in tensors]
-            broken[number].view(-1)[position] = bad  # float8_e4m3fn has no infinity: it becomes NaN
-            if not bool(broken[number].float().isfinite().all()):
-                assert fingerprints_apart(broken)[1] is False
-
-
-def test_words_beside_a_shard_are_not_looked_at(on_gpu: None) -> None:
-    around = torch.full((3 * BLOCK,), float("nan"))
-    around[5 : BLOCK + 9] = 1.0
-    assert fingerprints_apart([around[5 : BLOCK + 9]])[1] is True
-
-
 def test_a_bucket_is_checked_through_it(on_gpu: None) -> None:
-    good = [("a", finite_values(torch.bfloat16, 100)), ("b", finite_values(torch.float32, BLOCK + 1))]
+    good = [("a", finite_values(torch.bfloat16, 100)), ("b", finite_values(torch.float32, 256 * BLOCK + 1))]
     assert content_check.check_content(good, {}) == {name: fingerprint(tensor) for name, tensor in good}
     bad = good[1][1].clone()
     bad[BLOCK] = float("nan")
