@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import itertools
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -40,19 +39,11 @@ _MIN_DIGIT_BLOCKS = 8  # below, the preparation costs more than the products
 _VECTOR_PRODUCTS = ("AVX512",)  # as torch names them; elsewhere oneDNN goes byte by byte
 
 
-def block_sums(words: torch.Tensor, mask: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return S of every block: int64 [N], as a 64-bit integer that wrapped.
-
-    And bool [N]: whether a word of the block has all bits of `mask`.  `words`: [N, BLOCK], contiguous, of a dtype in
-    `UNSIGNED`, on any device.  Scratch is a few MiB whatever N.
-    """
-    table = multipliers(str(words.device))
-    sums_N, masked_N = torch.ops.weight_sync.block_sums(words, table, mask)
-    return sums_N.add_(_sum_of_multipliers()), masked_N  # the "+ 1" of every word
-
-
 def plain_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the sums without a kernel: words [N, J] times `table`, int64 [J]."""
+    """Compute the sums without a kernel: words [N, J] times `table`, int64 [J].
+
+    And bool [N]: whether a word of the block has all bits of `mask`.
+    """
     masked_N = torch.full(words.shape[:1], mask == 0, device=words.device)
     if mask:
         for chunk, found in zip(words.split(_WRAPPING_BLOCKS), masked_N.split(_WRAPPING_BLOCKS)):
@@ -80,26 +71,29 @@ def shard_sums(shards: Sequence[torch.Tensor], first: int) -> torch.Tensor:
     """Return the sums of the blocks that each shard touches, without the "+ 1": int64 [S, K], which wraps.
 
     `shards`: S tensors of J elements, contiguous, of one width and device, each read where it lies.  `first`: which of
-    the fixed multipliers their first element meets.
+    the fixed multipliers their first element meets.  There is no operator without a kernel: `sums_where_they_lie`.
     """
     table = multipliers(str(shards[0].device))
     found: torch.Tensor = torch.ops.weight_sync.shard_sums(shards, table, first)
     return found
 
 
-def shard_sums_plainly(shards: Sequence[torch.Tensor], table: torch.Tensor, first: int) -> torch.Tensor:
-    """Compute `shard_sums` without a kernel; `table` has the multipliers of a block, int64 [B]."""
-    words_SJ = torch.stack([shard.view(-1) for shard in shards])
-    words_SJ = words_SJ.view(UNSIGNED[words_SJ.element_size()])
-    size, block = words_SJ.shape[1], len(table)
-    edges = [0, *range(block - first, size, block), size]
-    return torch.stack(
-        [
-            wrapping_block_sums(words_SJ[:, begin:end], table[(first + begin) % block :][: end - begin])
-            for begin, end in itertools.pairwise(edges)
-        ],
-        1,
-    )
+def row_sums(words_SJ: torch.Tensor, first: int) -> torch.Tensor:
+    """Return what `shard_sums` does, on any device, of shards that are the rows of a matrix, of a dtype in `UNSIGNED`.
+
+    Where blocks are cut, the words of several rows are copied.
+    """
+    (count, size), table = words_SJ.shape, multipliers(str(words_SJ.device))
+    head = min(-first % BLOCK, size)  # the words before the first block that begins in a row
+    tail = size - (size - head) % BLOCK
+    found = []
+    for begin, end, at in ((0, head, first), (head, tail, 0), (tail, size, 0)):
+        if begin < end:
+            length = min(BLOCK, end - begin)
+            words = words_SJ[:, begin:end].contiguous().view(-1, length)
+            sums, _ = torch.ops.weight_sync.block_sums(words, table[at : at + length], 0)
+            found.append(sums.view(count, -1))
+    return torch.cat(found, 1)
 
 
 def sums_where_they_lie(device: torch.device) -> bool:
@@ -111,7 +105,6 @@ torch.library.define("weight_sync::block_sums", "(Tensor words, Tensor multiplie
 torch.library.impl("weight_sync::block_sums", "CompositeExplicitAutograd", plain_block_sums)
 torch.library.impl("weight_sync::block_sums", "CUDA", _cuda_block_sums)
 torch.library.define("weight_sync::shard_sums", "(Tensor[] shards, Tensor multipliers, int first) -> Tensor")
-torch.library.impl("weight_sync::shard_sums", "CompositeExplicitAutograd", shard_sums_plainly)
 
 
 @functools.cache
@@ -176,12 +169,6 @@ def digit_block_sums(words: torch.Tensor, first: int = 0) -> torch.Tensor:
         part = torch._int_mm(chunk, digits_WM, out=part_NM[: chunk.shape[0]])
         torch.sum(part.to(torch.int64).mul_(_powers()), 1, out=sums[start : start + chunk.shape[0]])
     return sums
-
-
-@functools.lru_cache(maxsize=1)
-def _sum_of_multipliers() -> int:
-    """Return the sum that the "+ 1" of all words of a block adds up to."""
-    return int(multipliers("cpu").sum())
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
-from weight_sync.block_sums import block_sums, kernels_of
+from weight_sync.block_sums import kernels_of, row_sums
 from weight_sync.errors import WeightRequestError
-from weight_sync.fingerprint_words import BLOCK, UNSIGNED, mix_odd, multipliers
+from weight_sync.fingerprint_words import BLOCK, UNSIGNED, mix_odd, multipliers, signed
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 
-_PRODUCTS = 1 << 19  # of one chunk of runs: 4 MiB of int64
+_RUN_WORDS = 1 << 19  # of one chunk of runs
 _SCATTERED_WORDS = 1 << 16  # of one chunk where every word's index is computed: 512 KiB for each of a few temporaries
 _RUNS_OF_A_PHASE = 8  # fewer, and it is faster to compute every word's index
 _BLOCK_BITS = BLOCK.bit_length() - 1
@@ -77,9 +78,15 @@ def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: In
     words_RN = words.view(-1, run)
     if len(words_RN) == 1 or run >= _SCATTERED_WORDS:
         return combine(*(_contiguous(words, int(start)) for words, start in zip(words_RN, starts, strict=True)))
-    phases = (starts & (BLOCK - 1)).unique()
+    phases_R = starts & (BLOCK - 1)
+    phases = phases_R.unique().tolist()
     if len(phases) * _RUNS_OF_A_PHASE <= len(starts):
-        return combine(*(_in_phase(words_RN, starts, int(phase)) for phase in phases))
+        values = []
+        for phase in phases:
+            for some in (phases_R == phase).nonzero().view(-1).split(_RUN_WORDS // run):
+                rows = RowPrints(run, phase, (starts[some] >> _BLOCK_BITS).tolist(), words.device)
+                values += rows.of(words_RN[some.to(words.device)]).tolist()
+        return combine(*values)
     total, within, step = 0, torch.arange(run), _SCATTERED_WORDS // run
     for first in range(0, len(words_RN), step):
         indices = (starts[first : first + step, None] + within).view(-1).to(words_RN.device)
@@ -93,8 +100,7 @@ def word_factors(full_shape: Sequence[int], index: Index) -> torch.Tensor:
     `full_shape`, `index`: as in `fingerprint_slice`.
     """
     starts, run = _runs(full_shape, index)
-    flat = (starts.view(-1, 1) + torch.arange(run)).view(-1)
-    return mix_odd(2 * (flat >> _BLOCK_BITS)) * multipliers("cpu")[flat & (BLOCK - 1)]
+    return _factors((starts.view(-1, 1) + torch.arange(run)).view(-1))
 
 
 def fingerprint_update(value: int, flat_indices: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> int:
@@ -177,18 +183,9 @@ def _contiguous(words: torch.Tensor, offset: int) -> int:
     """Sum over `words` [n], whose first is at flat index `offset`."""
     if (kernels := kernels_of(words.device)) is not None:
         return int(kernels.gpu_sum_and_flag(words, offset, NO_MASK)[0]) & _MASK
-    head = min(words.numel(), -offset % BLOCK)
-    num_blocks = (words.numel() - head) // BLOCK
-    body_end = head + num_blocks * BLOCK
-
-    total = _part_of_block(words[:head], offset)
-    if num_blocks:
-        sums, _ = block_sums(words[head:body_end].view(num_blocks, BLOCK))
-        first = (offset + head) // BLOCK
-        blocks = torch.arange(first, first + num_blocks, device=words.device)
-        total += int((mix_odd(2 * blocks) * sums).sum())
-    total += _part_of_block(words[body_end:], offset + body_end)
-    return total & _MASK
+    if words.numel() == 0:
+        return 0
+    return int(_one_row(words.numel(), offset, words.device).of(words.view(1, -1))) & _MASK
 
 
 @functools.lru_cache(maxsize=8)
@@ -197,44 +194,60 @@ def _multipliers_of_blocks(count: int) -> torch.Tensor:
     return mix_odd(2 * torch.arange(count))
 
 
-def _part_of_block(words: torch.Tensor, offset: int) -> int:
-    """Sum over `words` [n], all inside one block."""
-    if words.numel() == 0:
-        return 0
-    block, first = divmod(offset, BLOCK)
-    table = multipliers(str(words.device))
-    row = words.to(torch.int64, copy=True).add_(1).mul_(table[first : first + words.numel()])
-    return int(row.sum()) * int(mix_odd(torch.tensor([2 * block])))
+class RowPrints:
+    """F of S rows of `size` words each, more than none, of which row s begins `phase` words into block `firsts[s]`.
+
+    One block in `firsts` is that of all rows.
+    """
+
+    def __init__(self, size: int, phase: int, firsts: Sequence[int], device: torch.device) -> None:
+        self._phase = phase
+        num_blocks, last = -(-(phase + size) // BLOCK), (phase + size - 1) % BLOCK + 1
+        sums = _sums_of_multipliers()
+        ones = [sums[BLOCK]] * num_blocks  # for the "+ 1" of every word
+        ones[0] -= sums[phase]
+        ones[-1] -= sums[BLOCK] - sums[last]
+        self._ones_K = torch.tensor([signed(one & _MASK) for one in ones], device=device)
+        blocks_SK = torch.tensor(firsts, device=device).view(-1, 1) + torch.arange(num_blocks, device=device)
+        self._factors_SK = mix_odd(2 * blocks_SK)
+
+    def of(self, words_SJ: torch.Tensor) -> torch.Tensor:
+        """Return F of each row, int64 [S], which wraps."""
+        return self.of_sums(row_sums(words_SJ, self._phase))
+
+    def of_sums(self, sums_SK: torch.Tensor) -> torch.Tensor:
+        """Return F of each row by the sums of its blocks, as `shard_sums` gives them."""
+        return ((sums_SK + self._ones_K) * self._factors_SK).sum(1)
 
 
-def _in_phase(words_RN: torch.Tensor, starts: torch.Tensor, phase: int) -> int:
-    """Sum over the runs that begin `phase` words into a block: in each stretch between two blocks' edges they all meet
-    the same b's."""
-    runs = ((starts & (BLOCK - 1)) == phase).nonzero().view(-1)
-    length, table = words_RN.shape[1], multipliers(str(words_RN.device))
-    total = 0
-    for begin in range(-phase, length, BLOCK):
-        first, end = max(0, begin), min(length, begin + BLOCK)
-        for some in runs.split(_PRODUCTS // (end - first)):
-            blocks = (starts[some] >> _BLOCK_BITS) + (begin + phase) // BLOCK
-            products = words_RN[:, first:end][some.to(words_RN.device)].to(torch.int64)
-            sums = products.add_(1).mul_(table[first - begin : end - begin]).sum(1)
-            total += int((mix_odd(2 * blocks).to(sums.device) * sums).sum())
-    return total & _MASK
+@functools.lru_cache(maxsize=32)  # models have few shapes; each holds 16 bytes for a block
+def _one_row(size: int, offset: int, device: torch.device) -> RowPrints:
+    first, phase = divmod(offset, BLOCK)
+    return RowPrints(size, phase, [first], device)
+
+
+@functools.cache
+def _sums_of_multipliers() -> list[int]:
+    """Return the sum of the first n multipliers of a block's words, for n from 0 to `BLOCK`."""
+    return [0, *itertools.accumulate(multipliers("cpu").tolist())]
 
 
 def _scattered(flat_indices: torch.Tensor, factors: torch.Tensor) -> int:
     """Sum h(i) times a factor over indices anywhere; both int64 [n]."""
+    return int(_factors(flat_indices).mul_(factors).sum())
+
+
+def _factors(flat_indices: torch.Tensor) -> torch.Tensor:
+    """Return h(i) of indices anywhere; both int64 [n]."""
     if flat_indices.numel() == 0:
-        return 0
+        return flat_indices
     blocks = flat_indices >> _BLOCK_BITS
     first, last = (int(edge) for edge in torch.aminmax(blocks))
     if last - first < flat_indices.numel():
         a = mix_odd(2 * torch.arange(first, last + 1, device=blocks.device))[blocks - first]
     else:
         a = mix_odd(2 * blocks)
-    b = multipliers(str(blocks.device))[flat_indices & (BLOCK - 1)]
-    return int((a * b).mul_(factors).sum())
+    return a.mul_(multipliers(str(blocks.device))[flat_indices & (BLOCK - 1)])
 
 
 def _runs(full_shape: Sequence[int], index: Index) -> tuple[torch.Tensor, int]:

@@ -10,7 +10,6 @@ Shapes: S shards in a matrix, J words of a shard, K blocks that a shard touches.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,8 +21,8 @@ import torch
 from weight_sync.block_sums import kernels_of, shard_sums, sums_where_they_lie
 from weight_sync.bucket import PackPlan
 from weight_sync.errors import WeightRequestError
-from weight_sync.fingerprint import NO_MASK, fingerprint
-from weight_sync.fingerprint_words import BLOCK, UNSIGNED, mix_odd, multipliers
+from weight_sync.fingerprint import NO_MASK, RowPrints, fingerprint
+from weight_sync.fingerprint_words import BLOCK, UNSIGNED
 from weight_sync.tensor_meta import DTYPES, dtype_name
 
 _BATCH_BYTES = 4 << 20
@@ -127,54 +126,24 @@ class _Matrix:
         self._ranges = _ranges(indices)
         self._form, self._count = form, len(indices)
         self._pack = PackPlan([form.shape] * len(indices), form.source, form.dtype, (form.device, form.device))
-        phase = form.offset % BLOCK
-        self._head = min(-phase % BLOCK, form.size)  # the words before the first block that begins in the shard
-        self._body = (form.size - self._head) // BLOCK * BLOCK  # the words of whole blocks; the rest is the tail
-        edges = [0, *range(self._head or BLOCK, form.size, BLOCK), form.size]
-        within = [(phase, last) if first == 0 else (0, last - first) for first, last in itertools.pairwise(edges)]
-        ones = [int(multipliers("cpu")[first : first + count].sum()) for first, count in within]
-        self._constants_K = torch.tensor(ones).to(form.device)  # for the "+ 1" of every word
-        blocks_S1 = torch.tensor(firsts[:1] if len(set(firsts)) == 1 else firsts).view(-1, 1)
-        self._factors_SK = mix_odd(2 * (blocks_S1 + torch.arange(len(ones)))).to(form.device)
+        one_or_each = firsts[:1] if len(set(firsts)) == 1 else firsts
+        self._prints = RowPrints(form.size, form.offset % BLOCK, one_or_each, form.device)
 
     @property
     def num_bytes(self) -> int:
-        """The scratch area that `values` needs: the matrix, and a copy of columns of it."""
-        return 2 * self._count * self._form.size * self._form.dtype.itemsize
+        """The scratch area that `values` needs: the matrix."""
+        return self._count * self._form.size * self._form.dtype.itemsize
 
     def values(self, views: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
         """Return F of each shard, int64 [S], where the shards are."""
         own = [view for first, last in self._ranges for view in views[first:last]]
         is_direct = self._form.source == self._form.dtype and sums_where_they_lie(self.device)
         is_direct = is_direct and all(map(torch.Tensor.is_contiguous, own))  # a transposed source has other views
-        sums_SK = shard_sums(own, self._form.offset % BLOCK) if is_direct else self._joined_sums(own, scratch)
-        return ((sums_SK + self._constants_K) * self._factors_SK).sum(1)
-
-    def _joined_sums(self, views: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
-        """Compute `shard_sums` of a copy of all shards as one matrix, in the dtype that they are meant in."""
-        form, count = self._form, self._count
-        joined, rest = scratch[: self.num_bytes].view(form.dtype).chunk(2)
-        self._pack.pack(views, joined)
-        words_SJ = joined.view(UNSIGNED[form.dtype.itemsize]).view(count, form.size)
-        rest = rest.view(words_SJ.dtype)
-        head, body = self._head, self._body
-        phase = form.offset % BLOCK
-        sums_SK = [
-            self._sums(words_SJ[:, :head], rest, head, phase),
-            self._sums(words_SJ[:, head : head + body], rest, BLOCK),
-            self._sums(words_SJ[:, head + body :], rest, form.size - head - body),
-        ]
-        return torch.cat(sums_SK, 1)
-
-    def _sums(self, words_SJ: torch.Tensor, room: torch.Tensor, length: int, first: int = 0) -> torch.Tensor:
-        """Return the sums of blocks of `length` words, int64 [S, blocks]; their multipliers begin with `first`."""
-        if words_SJ.numel() == 0:
-            return torch.empty(self._count, 0, dtype=torch.int64, device=self.device)
-        if not words_SJ.is_contiguous():
-            words_SJ = room[: words_SJ.numel()].view(words_SJ.shape).copy_(words_SJ)
-        table = multipliers(str(self.device))[first : first + length]
-        sums: torch.Tensor = torch.ops.weight_sync.block_sums(words_SJ.view(-1, length), table, 0)[0]
-        return sums.view(self._count, -1)
+        if is_direct:
+            return self._prints.of_sums(shard_sums(own, self._form.offset % BLOCK))
+        joined = scratch[: self.num_bytes].view(self._form.dtype)
+        self._pack.pack(own, joined)
+        return self._prints.of(joined.view(UNSIGNED[joined.itemsize]).view(self._count, -1))
 
 
 def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout.kernels.build import load_kernels
 from tests.gathered import Gathered
 from weight_sync import fingerprint_batch
-from weight_sync.block_sums import shard_sums, shard_sums_plainly
+from weight_sync.block_sums import row_sums, shard_sums
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import BLOCK, fingerprint
 from weight_sync.fingerprint_batch import FingerprintPlan, Form, Shard, fingerprints_of
-from weight_sync.fingerprint_words import multipliers
+from weight_sync.fingerprint_words import UNSIGNED, multipliers
 from weight_sync.sender.plan import plan_tensors
 from weight_sync.tensor_meta import DTYPES
 
@@ -106,7 +106,7 @@ def test_compiled_and_plain_sums_of_shards_agree(
     raw = torch.randint(0, 256, (count, (size + 3 * ragged) * dtype.itemsize), dtype=torch.uint8)
     raw[0] = 255  # products that wrap
     shards = [row[: size * dtype.itemsize].view(dtype) for row in raw]
-    expected = shard_sums_plainly(shards, multipliers("cpu"), first)
+    expected = row_sums(torch.stack(shards).view(UNSIGNED[dtype.itemsize]), first)
     assert torch.equal(shard_sums(shards, first), expected)
     wrong = shard_sums(shards, (first + 1) % BLOCK)
     assert wrong.shape != expected.shape or not torch.equal(wrong, expected)
