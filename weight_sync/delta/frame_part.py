@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from weight_sync.bucket import runs_of
 from weight_sync.delta.change_spans import SpanChange
 from weight_sync.delta.changes import Changes
 from weight_sync.delta.frame import cut_planes
@@ -67,16 +68,8 @@ class PartTables(NamedTuple):
 
 def cut_parts(metas: Sequence[TensorMeta], moves_of: Callable[[str], Sequence[Move]] | None = None) -> list[PartTables]:
     """Cut tensors, in order, into parts of one item size and at most `PART_BYTES`, or one tensor."""
-    runs: list[list[TensorMeta]] = []
-    filled = 0
-    for meta in metas:
-        fits = runs and runs[-1][0].dtype.itemsize == meta.dtype.itemsize and filled + meta.nbytes <= PART_BYTES
-        if not fits:
-            runs.append([])
-            filled = 0
-        runs[-1].append(meta)
-        filled += meta.nbytes
-    return [PartTables.of(run, moves_of) for run in runs]
+    same_width = (run for _, run in itertools.groupby(metas, lambda meta: meta.dtype.itemsize))
+    return [PartTables.of(run, moves_of) for some in same_width for run in runs_of(some, PART_BYTES)]
 
 
 class FramePart:
