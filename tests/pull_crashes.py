@@ -22,7 +22,7 @@ import torch
 
 from tests.delta_models import same_bits
 from tests.published_versions import Stream, read_checkpoint
-from weight_sync.delta.local_checkpoint import pull, recover
+from weight_sync.delta.local_checkpoint import _recover, pull
 from weight_sync.delta.local_state import read_state, require_settled
 from weight_sync.errors import TransactionStateError
 
@@ -47,7 +47,7 @@ def run(root: Path, scenario: str) -> int:
             report["holds"] = _which(stream, held, (before, target))
         elif report["between"]:
             stream.source.rename(source_aside)  # what was promised needs the source no more
-            recover(local, timeout_s=TIMEOUT_S)
+            _recover(local)
             source_aside.rename(stream.source)
             report["recovered"] = _which(stream, read_checkpoint(local), (before, target))
         _killed(lambda local=local: _pull(stream, local, target), (point * 7) % 40)  # and the repair is killed as well

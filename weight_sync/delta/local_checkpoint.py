@@ -95,15 +95,6 @@ def pull(
         raise LocalCheckpointError(f"{local} could not be written: {error}") from None
 
 
-def recover(local: Path, *, timeout_s: float) -> LocalState:
-    """Finish or drop what a crash left, and return the state.  Raises as `pull`."""
-    try:
-        with locked(local / SYNC_FOLDER / LOCK_FILE, shared=False, timeout_s=timeout_s):
-            return _recover(local)
-    except OSError as error:
-        raise LocalCheckpointError(f"{local} could not be written: {error}") from None
-
-
 def _make_folder(local: Path) -> None:
     """Create the local checkpoint's folder.  Raises `WeightRequestError` where that is impossible."""
     sync = local / SYNC_FOLDER
@@ -120,6 +111,7 @@ def _make_folder(local: Path) -> None:
 
 
 def _recover(local: Path) -> LocalState:
+    """Finish or drop what a crash left, and return the state."""
     state = read_state(local)
     if state == LocalState(None) and any(item.name != SYNC_FOLDER for item in local.iterdir()):
         raise WeightRequestError(f"{local} is neither empty nor made by a pull")
