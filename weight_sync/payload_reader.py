@@ -187,7 +187,7 @@ class PayloadReader:
             if self._data[end : end + 1] != bytes([_FRAME]):
                 return b"".join((*parts, self._data[end:]))
             self.position += 1
-            _frame(self)
+            self._begin_frame(self._number(_U8))
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 
@@ -213,6 +213,19 @@ class PayloadReader:
         length = window.index(b"\n")
         self.position += length + 1
         return window[:length].decode("ascii")
+
+    def _begin_frame(self, count: int) -> None:
+        self._frame_end = self.position + count
+        if self._frame_end > len(self._data):
+            raise WeightRequestError("the payload ends in the middle of a pickle")
+
+    def _long(self, count: int) -> None:
+        if count > _MAX_INT_BYTES:
+            raise ValueError("an integer is too long")
+        self._push(int.from_bytes(self._take(count), "little", signed=True))
+
+    def _text(self, count: int) -> None:
+        self._push(str(self._take(count), "utf-8"))
 
     # --- stack ----------------------------------------------------------------------------------------------------
 
@@ -309,41 +322,13 @@ def _constant(value: Any) -> Step:
     return lambda reader: reader._push(value)
 
 
-def _integer(layout: struct.Struct) -> Step:
-    return lambda reader: reader._push(reader._number(layout))
+def _numbered(codes: Mapping[int, struct.Struct], step: Callable[[PayloadReader, int], None]) -> dict[int, Step]:
+    """Return instructions that begin with a number, each in a layout of its own, and do the same with it."""
 
+    def read_first(layout: struct.Struct) -> Step:
+        return lambda reader: step(reader, reader._number(layout))
 
-def _text(layout: struct.Struct) -> Step:
-    return lambda reader: reader._push(str(reader._take(reader._number(layout)), "utf-8"))
-
-
-def _bytes(layout: struct.Struct) -> Step:
-    return lambda reader: reader._push(reader._take(reader._number(layout)))
-
-
-def _put(layout: struct.Struct) -> Step:
-    return lambda reader: reader._remember(reader._number(layout))
-
-
-def _get(layout: struct.Struct) -> Step:
-    return lambda reader: reader._push(reader._memo[reader._number(layout)])
-
-
-def _short_tuple(count: int) -> Step:
-    return lambda reader: reader._short_tuple(count)
-
-
-def _long1(reader: PayloadReader) -> None:
-    count = reader._number(_U1)
-    if count > _MAX_INT_BYTES:
-        raise ValueError("an integer is too long")
-    reader._push(int.from_bytes(reader._take(count), "little", signed=True))
-
-
-def _frame(reader: PayloadReader) -> None:
-    reader._frame_end = reader._number(_U8) + reader.position
-    if reader._frame_end > len(reader._data):
-        raise WeightRequestError("the payload ends in the middle of a pickle")
+    return {code: read_first(layout) for code, layout in codes.items()}
 
 
 def _set_item(reader: PayloadReader) -> None:
@@ -358,37 +343,29 @@ def _stack_global(reader: PayloadReader) -> None:
 
 # Left out on purpose: INST, OBJ, EXT1-4, NEWOBJ_EX, PERSID, DUP, sets, bytearrays, buffers, floats and all text forms.
 _STEPS: dict[int, Step] = {
-    _FRAME: _frame,
+    **_numbered({_FRAME: _U8}, PayloadReader._begin_frame),
     ord("("): PayloadReader._mark,
     ord("N"): _constant(None),
     0x88: _constant(True),
     0x89: _constant(False),
-    ord("J"): _integer(_I4),
-    ord("K"): _integer(_U1),
-    ord("M"): _integer(_U2),
-    0x8A: _long1,
-    0x8C: _text(_U1),
-    ord("X"): _text(_U4),
-    0x8D: _text(_U8),
-    ord("C"): _bytes(_U1),
-    ord("B"): _bytes(_U4),
-    0x8E: _bytes(_U8),
+    **_numbered({ord("J"): _I4, ord("K"): _U1, ord("M"): _U2}, PayloadReader._push),
+    **_numbered({0x8A: _U1}, PayloadReader._long),
+    **_numbered({0x8C: _U1, ord("X"): _U4, 0x8D: _U8}, PayloadReader._text),
+    **_numbered({ord("C"): _U1, ord("B"): _U4, 0x8E: _U8}, lambda reader, count: reader._push(reader._take(count))),
     ord("]"): lambda reader: reader._push([]),
     ord("}"): lambda reader: reader._push({}),
     ord(")"): _constant(()),
-    0x85: _short_tuple(1),
-    0x86: _short_tuple(2),
-    0x87: _short_tuple(3),
+    0x85: lambda reader: reader._short_tuple(1),
+    0x86: lambda reader: reader._short_tuple(2),
+    0x87: lambda reader: reader._short_tuple(3),
     ord("t"): lambda reader: reader._push(tuple(reader._pop_to_mark())),
     ord("a"): lambda reader: reader._append([reader._stack.pop()]),
     ord("e"): lambda reader: reader._append(reader._pop_to_mark()),
     ord("s"): _set_item,
     ord("u"): lambda reader: reader._set_items(reader._pop_to_mark()),
     0x94: lambda reader: reader._remember(len(reader._memo)),
-    ord("q"): _put(_U1),
-    ord("r"): _put(_U4),
-    ord("h"): _get(_U1),
-    ord("j"): _get(_U4),
+    **_numbered({ord("q"): _U1, ord("r"): _U4}, PayloadReader._remember),
+    **_numbered({ord("h"): _U1, ord("j"): _U4}, lambda reader, index: reader._push(reader._memo[index])),
     ord("c"): lambda reader: reader._push_admitted(reader._line(), reader._line()),
     0x93: _stack_global,
     ord("R"): PayloadReader._call,
