@@ -30,7 +30,6 @@ _SCATTERED_WORDS = 1 << 16  # of one chunk where every word's index is computed:
 _RUNS_OF_A_PHASE = 8  # fewer, and it is faster to compute every word's index
 _BLOCK_BITS = BLOCK.bit_length() - 1
 _MASK = (1 << 64) - 1
-NO_MASK = 1  # whatever is found is not asked for
 EXPONENTS = {
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
@@ -182,7 +181,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _contiguous(words: torch.Tensor, offset: int) -> int:
     """Sum over `words` [n], whose first is at flat index `offset`."""
     if (kernels := kernels_of(words.device)) is not None:
-        return int(kernels.gpu_sum_and_flag(words, offset, NO_MASK)[0]) & _MASK
+        return int(kernels.gpu_sum(words, offset)) & _MASK
     if words.numel() == 0:
         return 0
     return int(_one_row(words.numel(), offset, words.device).of(words.view(1, -1))) & _MASK

@@ -21,7 +21,7 @@ import torch
 from weight_sync.block_sums import kernels_of, shard_sums, sums_where_they_lie
 from weight_sync.bucket import PackPlan
 from weight_sync.errors import WeightRequestError
-from weight_sync.fingerprint import NO_MASK, RowPrints, fingerprint
+from weight_sync.fingerprint import RowPrints, fingerprint
 from weight_sync.fingerprint_words import BLOCK, UNSIGNED
 from weight_sync.tensor_meta import DTYPES, dtype_name
 
@@ -113,7 +113,7 @@ def _alone(view: torch.Tensor, form: Form) -> torch.Tensor:
     if kernels is None:
         return torch.from_numpy(np.array([fingerprint(view.to(form.dtype), form.offset)], np.uint64).view(np.int64))
     words = view.to(form.dtype).reshape(-1).view(UNSIGNED[form.dtype.itemsize])
-    value: torch.Tensor = kernels.gpu_sum_and_flag(words, form.offset, NO_MASK)[:1]
+    value: torch.Tensor = kernels.gpu_sum(words, form.offset)
     return value
 
 

@@ -1,4 +1,4 @@
-"""The sums behind a fingerprint in one Triton kernel, which also finds values that are not finite on its way.
+"""The sums behind a fingerprint in one Triton kernel.
 
 A program takes `_ROWS` blocks of 4096 words.  It holds the multipliers b(j) in registers, reads each word once, and
 writes for each block its sum and whether a word has all bits of a mask; a block's a(c) is computed where it is used:
@@ -78,18 +78,17 @@ def gpu_block_sums(words: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.
     return sums_N, found_N if mask else torch.ones_like(found_N)
 
 
-def gpu_sum_and_flag(words: torch.Tensor, offset: int, mask: int) -> torch.Tensor:
-    """Return int64 [2]: F of a shard whose first word is at flat index `offset`, as a 64-bit integer that wrapped; and
-    1 if a word has all bits of `mask`, which is not 0, else 0.
+def gpu_sum(words: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return F of a shard whose first word is at flat index `offset`: int64 [1], which wrapped.
 
     `words` [n]: contiguous, of a dtype in `UNSIGNED`.  Nothing is read back from the device.
     """
     if words.numel() == 0:
-        return torch.zeros(2, dtype=torch.int64, device=words.device)
+        return torch.zeros(1, dtype=torch.int64, device=words.device)
     first_block, phase = divmod(offset, BLOCK)
     num_blocks = -(-(phase + words.numel()) // BLOCK)
-    sums_N, found_N = _launch(words, num_blocks, phase, first_block, mask, weighted=True)
-    return torch.stack([sums_N.sum(), found_N.any().to(torch.int64)])
+    sums_N, _ = _launch(words, num_blocks, phase, first_block, 0, weighted=True)
+    return sums_N.sum().view(1)
 
 
 def _launch(
