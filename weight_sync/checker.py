@@ -16,7 +16,7 @@ import torch
 
 from weight_sync.bucket import runs_of
 from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError, listed
-from weight_sync.fingerprint_words import SIGNED
+from weight_sync.fingerprint_words import words_of
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, shares_of, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
@@ -186,18 +186,14 @@ def _measured(old: torch.Tensor, new: torch.Tensor) -> tuple[int, float | None]:
     count, largest = 0, torch.zeros((), dtype=torch.float64)
     old_parts, new_parts = old.reshape(-1).split(_CHUNK), new.reshape(-1).split(_CHUNK)
     for old_part, new_part in zip(old_parts, new_parts, strict=True):
-        differs = (_bits(old_part) != _bits(new_part.to(old_part.device))).nonzero().view(-1)
+        # As whole numbers 0.0 differs from -0.0, and a NaN equals itself.
+        differs = (words_of(old_part) != words_of(new_part.to(old_part.device))).nonzero().view(-1)
         if len(differs):
             before, after = (part.to("cpu", torch.float64)[differs] for part in (old_part, new_part))
             count += len(differs)
             largest = torch.maximum(largest, (before - after).abs().max())  # NaN stays
     value = float(largest)
     return count, value if math.isfinite(value) else None
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as whole numbers, so that 0.0 differs from -0.0 and a NaN equals itself."""
-    return tensor.contiguous().view(SIGNED[tensor.dtype.itemsize])
 
 
 def _not_a_number(meta: TensorMeta) -> torch.Tensor:

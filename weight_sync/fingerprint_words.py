@@ -20,6 +20,11 @@ def multipliers(device: str) -> torch.Tensor:
     return mix_odd(2 * torch.arange(BLOCK, device=device) + 1)
 
 
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as signed integers [numel]; a copy where the tensor is not contiguous."""
+    return tensor.detach().contiguous().view(-1).view(SIGNED[tensor.dtype.itemsize])
+
+
 def mix_odd(k: torch.Tensor) -> torch.Tensor:
     """Compute `splitmix64(k) | 1`, element by element, int64 in and out: the k-th output of the generator started at 0.
 

@@ -35,6 +35,7 @@ import torch
 
 from weight_sync.errors import StagingError
 from weight_sync.exchanges import fold, word_sums
+from weight_sync.fingerprint_words import SIGNED
 from weight_sync.held_memory import Areas
 from weight_sync.homes import Homes, address_of, bytes_of
 from weight_sync.pages import PageTrader, tradable_spans
@@ -42,7 +43,6 @@ from weight_sync.plan import BucketPlan
 from weight_sync.staging import Accept, Content, DeviceQueue, HostQueue, SpanTaker
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
 _TOGETHER_BYTES = 4 << 20  # what is exchanged by one call, unless it is one part
 
@@ -344,7 +344,7 @@ def _write_folded(content: Content, live: Place, target: Place) -> None:
 
 def _words(content: torch.Tensor) -> torch.Tensor:
     """Return a view of the bits, in integers of the same size."""
-    return content.view(_INTEGERS[content.itemsize])
+    return content.view(SIGNED[content.itemsize])
 
 
 def _viewed_like(storage: torch.Tensor, content: torch.Tensor) -> torch.Tensor:

@@ -265,7 +265,7 @@ def parts_of(tensors: Sequence[StoredTensor]) -> list[StoredPart]:
     groups: list[list[list[StoredTensor]]] = []
     room, kind = 0, None
     for run in _runs(tensors):
-        size, is_short = _aligned(_size_of(run)), _size_of(run) <= _JOINED_BYTES
+        size, is_short = aligned(_size_of(run)), _size_of(run) <= _JOINED_BYTES
         joins = is_short and size <= room and type(run[0].place.storage) is kind
         if not joins:
             groups.append([])
@@ -278,7 +278,7 @@ def parts_of(tensors: Sequence[StoredTensor]) -> list[StoredPart]:
 def _part_of(runs: Sequence[Sequence[StoredTensor]], numbers: dict[int, int]) -> StoredPart:
     metas, offsets, stretches, end, num_bytes = [], [], [], 0, 0
     for run in runs:
-        at, first, start = _aligned(end), run[0].place, run[0].place.start
+        at, first, start = aligned(end), run[0].place, run[0].place.start
         metas += [tensor.meta for tensor in run]
         offsets += [at + tensor.place.start - start for tensor in run]
         strided = None if first.is_dense else (first.dtype, first.shape, first.stride)
@@ -310,7 +310,8 @@ def _size_of(run: Sequence[StoredTensor]) -> int:
     return run[-1].place.span[1] - run[0].place.start if run[0].place.is_dense else run[0].meta.nbytes
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return a number of bytes rounded up, so that the next tensor of any dtype may follow."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -23,7 +23,7 @@ import torch
 
 from weight_sync.block_sums import kernels_of
 from weight_sync.fingerprint import EXPONENTS, fingerprint, fingerprint_slice
-from weight_sync.fingerprint_words import SIGNED, multipliers, signed
+from weight_sync.fingerprint_words import multipliers, signed, words_of
 from weight_sync.spans import SpanMove, SpanTensor, checked_tables
 from weight_sync.tensor_meta import DTYPES
 
@@ -160,7 +160,7 @@ def _is_infinite(values: torch.Tensor) -> bool:
     mask = EXPONENTS.get(values.dtype)
     if mask is None:
         return False
-    return bool(((values.view(-1).view(SIGNED[values.itemsize]) & mask) == mask).any())
+    return bool(((words_of(values) & mask) == mask).any())
 
 
 def _write(held_RC: torch.Tensor, span: SpanTensor, step: SpanMove, storage: torch.Tensor) -> None:

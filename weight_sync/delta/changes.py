@@ -18,7 +18,7 @@ import torch
 
 from weight_sync.errors import ContentError, DtypeMismatchError, ShapeMismatchError
 from weight_sync.fingerprint import fingerprint_update
-from weight_sync.fingerprint_words import SIGNED
+from weight_sync.fingerprint_words import words_of
 from weight_sync.tensor_meta import Region, dtype_name
 
 
@@ -61,7 +61,7 @@ def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
         raise DtypeMismatchError(f"a delta needs one dtype, got {dtype_name(old.dtype)} and {dtype_name(new.dtype)}")
     if old.shape != new.shape:
         raise ShapeMismatchError(f"a delta needs one shape, got {list(old.shape)} and {list(new.shape)}")
-    before, after = _words(old), _words(new)
+    before, after = words_of(old), words_of(new)
     positions = torch.nonzero(before != after).view(-1)
     steps = (after[positions] - before[positions]).to(torch.int64)
     return Changes(positions.cpu().numpy(), steps.cpu().numpy())
@@ -79,7 +79,7 @@ def changed(base: torch.Tensor, changes: Changes) -> torch.Tensor:
     """Return a new tensor, or part of one, on the device of `base`.  Raises `ContentError` for a position outside of
     it.
     """
-    words = _words(base).clone()
+    words = words_of(base).clone()
     positions, _, after = _words_at(words, changes)
     words[positions] = after
     return words.view(base.dtype).view(base.shape)
@@ -90,7 +90,7 @@ def share_after(base: torch.Tensor, changes: Changes, indices_N: np.ndarray, sha
 
     `indices_N`: the flat indices of the changes in the whole tensor.  Raises as `changed`.
     """
-    positions, before, after = _words_at(_words(base), changes)
+    positions, before, after = _words_at(words_of(base), changes)
     return fingerprint_update(share, torch.from_numpy(indices_N).to(positions.device), before, after)
 
 
@@ -101,8 +101,3 @@ def _words_at(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torc
     positions = torch.from_numpy(changes.positions_N).to(words.device)
     before = words[positions]
     return positions, before, before + torch.from_numpy(changes.steps_N).to(words.device, words.dtype)
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as signed integers [numel]; a copy where the tensor is not contiguous."""
-    return tensor.detach().contiguous().view(-1).view(SIGNED[tensor.dtype.itemsize])

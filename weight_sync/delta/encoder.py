@@ -34,13 +34,12 @@ from weight_sync.errors import (
 )
 from weight_sync.fingerprint import fingerprint_changes
 from weight_sync.fingerprint_batch import fingerprints_of
-from weight_sync.fingerprint_words import SIGNED
+from weight_sync.fingerprint_words import SIGNED, UNSIGNED
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 FRAME_BYTES = 256 << 20
 _RUN_BYTES = 16 << 20
 _CPU = torch.device("cpu")
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True)
@@ -167,10 +166,10 @@ class _Run:
     def compared(self, tensors: dict[str, torch.Tensor]) -> EncodedRun:
         """Return what changes from the base to the tensors."""
         new = self.joined(tensors)
-        changes, unsigned = find_changes(self.base, new), _UNSIGNED[self._dtype.itemsize]
+        changes, unsigned = find_changes(self.base, new), UNSIGNED[self._dtype.itemsize]
         counts_T = np.diff(np.searchsorted(changes.positions_N, self._ends_T), prepend=0)
         within_N = changes.positions_N - np.repeat(self._ends_T - self._numels_T, counts_T)
-        old_N, new_N = (words.numpy().view(unsigned)[changes.positions_N] for words in (self.base, new))
+        old_N, new_N = (words.view(unsigned).numpy()[changes.positions_N] for words in (self.base, new))
         added_T = fingerprint_changes(within_N, old_N, new_N, counts_T)
         within = Changes(within_N, changes.steps_N)
         return EncodedRun(changes, *write_all_planes(within, counts_T, self._numels_T, self._dtype.itemsize), added_T)

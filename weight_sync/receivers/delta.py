@@ -21,7 +21,7 @@ from weight_sync.delta.frame import DeltaFrame, TensorDelta, read_frame
 from weight_sync.delta.tensor_list import TensorList
 from weight_sync.errors import DtypeMismatchError, TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import fingerprint
-from weight_sync.fingerprint_words import SIGNED
+from weight_sync.fingerprint_words import words_of
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.homes import Homes
 from weight_sync.intake import ProvenPart
@@ -165,7 +165,7 @@ class DeltaSource(BucketSource):
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of one dtype hold the same bits."""
-    return torch.equal(*(content.contiguous().view(SIGNED[one.itemsize]) for content in (one, other)))
+    return torch.equal(words_of(one), words_of(other))
 
 
 def require_bases(metas: Sequence[TensorMeta], weights: LogicalWeights, quantised: HeldFormats) -> None:

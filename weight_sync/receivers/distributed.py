@@ -28,6 +28,7 @@ from weight_sync.held_memory import Areas
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers.base import BucketSource, KnownCall, Receiver
 from weight_sync.receivers.receive_area import Announced, Message, ReceiveArea, is_marked
+from weight_sync.stored_tensors import aligned
 from weight_sync.tensor_meta import BucketLayout, Lists, PackedBucket, TensorMeta, parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
@@ -63,7 +64,6 @@ class RankShare(NamedTuple):
         return metas[start : start + self.counts[self.rank]]
 
 
-_ALIGNMENT = 64
 _DRAIN_S = 5.0
 
 
@@ -292,7 +292,7 @@ def _received(
 
 def _starts(messages: Sequence[Announced]) -> list[int]:
     """Return where each message begins in the area of all, and where the area ends."""
-    return [0, *itertools.accumulate(_aligned(message.num_bytes) for message in messages)]
+    return [0, *itertools.accumulate(aligned(message.num_bytes) for message in messages)]
 
 
 class _Drain:
@@ -322,7 +322,3 @@ class _Drain:
     def settle(self) -> None:
         if self.wrong is not None:
             raise self.wrong
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
