@@ -126,10 +126,11 @@ def pack(named_tensors: Sequence[tuple[str, torch.Tensor]], room: torch.Tensor |
     """
     metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors]
     device = named_tensors[0][1].device if named_tensors else torch.device("cpu")
-    total = check_alignment(metas)
+    total, start = check_alignment(metas), 0
     bucket = torch.empty(total, dtype=torch.uint8, device=device) if room is None else room
-    for (_, view), (_, tensor) in zip(unpack(bucket, metas), named_tensors, strict=True):
-        copy_into(view, tensor)
+    for meta, (_, tensor) in zip(metas, named_tensors, strict=True):
+        copy_into(bucket[start : start + meta.nbytes].view(meta.dtype).view(meta.shape), tensor)
+        start += meta.nbytes
     return bucket
 
 
@@ -249,20 +250,3 @@ def _staged(shapes: Sequence[tuple[int, ...]], limit: int) -> list[_Copy]:
             copies.append(_Copy(at, at + 1, start, start + size, "cast"))
         start += size
     return copies
-
-
-def unpack(bucket: torch.Tensor, metas: Sequence[TensorMeta]) -> list[tuple[str, torch.Tensor]]:
-    """Return views into `bucket` (uint8 [total bytes]), one per meta.
-
-    Raises `WeightRequestError` when the bucket is not aligned or has another size than the metas add up to.
-    """
-    total = check_alignment(metas)
-    if bucket.numel() != total:
-        raise WeightRequestError(f"bucket has {bucket.numel()} bytes, but its tensors have {total} bytes in total")
-    views = []
-    offset = 0
-    for meta in metas:
-        view = bucket[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape)
-        views.append((meta.name, view))
-        offset += meta.nbytes
-    return views
