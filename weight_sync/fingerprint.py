@@ -127,10 +127,7 @@ def fingerprint_changes(
 
     `positions_N`: flat indices, int64 [N], `counts_T` of each tensor.  `old_N`, `new_N`: unsigned words.
     """
-    blocks_N, within_N = positions_N >> _BLOCK_BITS, positions_N & (BLOCK - 1)
-    most = int(blocks_N.max(initial=0)) + 1
-    a_N = _multipliers_of_blocks(1 << most.bit_length()).numpy().view(np.uint64)[blocks_N]
-    products_N = a_N * multipliers("cpu").numpy().view(np.uint64)[within_N]
+    products_N = _factors(torch.from_numpy(positions_N)).numpy().view(np.uint64)
     products_N *= new_N.astype(np.uint64) - old_N.astype(np.uint64)
     sums, ends_T = np.concatenate([np.zeros(1, np.uint64), np.cumsum(products_N, dtype=np.uint64)]), np.cumsum(counts_T)
     found: np.ndarray = sums[ends_T] - sums[ends_T - counts_T]
@@ -187,12 +184,6 @@ def _contiguous(words: torch.Tensor, offset: int) -> int:
     return int(_one_row(words.numel(), offset, words.device).of(words.view(1, -1))) & _MASK
 
 
-@functools.lru_cache(maxsize=8)
-def _multipliers_of_blocks(count: int) -> torch.Tensor:
-    """Return a(0) .. a(count - 1): int64."""
-    return mix_odd(2 * torch.arange(count))
-
-
 class RowPrints:
     """F of S rows of `size` words each, more than none, of which row s begins `phase` words into block `firsts[s]`.
 
@@ -239,7 +230,7 @@ def _scattered(flat_indices: torch.Tensor, factors: torch.Tensor) -> int:
 def _factors(flat_indices: torch.Tensor) -> torch.Tensor:
     """Return h(i) of indices anywhere; both int64 [n]."""
     if flat_indices.numel() == 0:
-        return flat_indices
+        return torch.zeros_like(flat_indices)
     blocks = flat_indices >> _BLOCK_BITS
     first, last = (int(edge) for edge in torch.aminmax(blocks))
     if last - first < flat_indices.numel():
