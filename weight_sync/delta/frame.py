@@ -26,7 +26,6 @@ import torch
 
 from weight_sync.delta.changes import Changes, apply_changes
 from weight_sync.delta.compression import Unpacker, compress, decompress_exactly
-from weight_sync.delta.old_frame import OLD_MAGIC, FrameIndex, read_old_index
 from weight_sync.delta.planes import (
     PLANES,
     SIZES_BYTES,
@@ -43,6 +42,7 @@ from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 MAGIC = b"LKSDELT2"
+_OLD_MAGIC = b"LKSDELT1"
 MAX_INDEX_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sIIII5Q32s32s")
 _FINGERPRINT_BYTES = 16
@@ -200,35 +200,30 @@ def read_frame(data: bytes | memoryview, max_bytes: int | None, known: KnownList
     frame, `WeightRequestError` for tensors that are out of range.
     """
     view = memoryview(data)
-    is_old = bytes(view[:8]) == OLD_MAGIC
-    index = read_old_index(view, MAX_INDEX_BYTES) if is_old else _read_index(view, known)
-    tensors, sizes, position = index.tensors, index.sizes, index.end + _FINGERPRINT_BYTES * len(index.tensors.metas)
-    *edges, end = itertools.accumulate(index.packed, initial=position)
-    if end != len(view):
-        raise ContentError(f"a delta frame of {len(view)} bytes states a size of {end}")
-    if max_bytes is not None and tensors.num_bytes > max_bytes:
-        raise WeightRequestError(
-            f"the delta has {tensors.num_bytes} bytes of tensors; one call may have at most {max_bytes}"
-        )
-    sizes.check(tensors.names, tensors.numels, tensors.itemsizes)
-    fingerprints = np.frombuffer(view[index.end : position], dtype="<u8").reshape(-1, 2)
-    packed = [view[start : start + size] for start, size in zip(edges, index.packed, strict=True)]
-    return DeltaFrame(tensors, sizes, fingerprints, index.base_digest, index.digest, packed)
-
-
-def _read_index(view: memoryview, known: KnownLists | None) -> FrameIndex:
-    """Read what comes before the fingerprints.  Raises as `read_frame`."""
+    if bytes(view[:8]) == _OLD_MAGIC:
+        raise ContentError("the delta frame has the form of version 0.2.0; upgrade the sender to this engine's version")
     if len(view) < _HEAD.size or bytes(view[:8]) != MAGIC:
         raise ContentError("the data is not a delta frame: it does not begin with the magic bytes")
-    _, list_bytes, listed_bytes, size_bytes, count, *packed, base, result = _HEAD.unpack(view[: _HEAD.size])
+    _, list_bytes, listed_bytes, size_bytes, count, *plane_bytes, base, result = _HEAD.unpack(view[: _HEAD.size])
     start, end = _HEAD.size + list_bytes, _HEAD.size + list_bytes + size_bytes
-    if listed_bytes > MAX_INDEX_BYTES or end + _FINGERPRINT_BYTES * count > len(view):
+    position = end + _FINGERPRINT_BYTES * count
+    if listed_bytes > MAX_INDEX_BYTES or position > len(view):
         raise ContentError(f"a delta frame of {len(view)} bytes cannot have an index of {listed_bytes}")
     tensors = _tensors(view[_HEAD.size : start], listed_bytes, known)
     if len(tensors.metas) != count:
         raise ContentError(f"a delta frame lists {len(tensors.metas)} tensors and states {count}")
     sizes = read_sizes(decompress_exactly(view[start:end], count * SIZES_BYTES, "sizes of a delta frame"), count)
-    return FrameIndex(tensors, sizes, base.hex(), result.hex(), packed, end)
+    *edges, stop = itertools.accumulate(plane_bytes, initial=position)
+    if stop != len(view):
+        raise ContentError(f"a delta frame of {len(view)} bytes states a size of {stop}")
+    if max_bytes is not None and tensors.num_bytes > max_bytes:
+        raise WeightRequestError(
+            f"the delta has {tensors.num_bytes} bytes of tensors; one call may have at most {max_bytes}"
+        )
+    sizes.check(tensors.names, tensors.numels, tensors.itemsizes)
+    fingerprints = np.frombuffer(view[end:position], dtype="<u8").reshape(-1, 2)
+    packed = [view[first : first + size] for first, size in zip(edges, plane_bytes, strict=True)]
+    return DeltaFrame(tensors, sizes, fingerprints, base.hex(), result.hex(), packed)
 
 
 def _tensors(packed: memoryview, num_bytes: int, known: KnownLists | None) -> TensorList:
