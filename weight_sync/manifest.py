@@ -31,6 +31,7 @@ Entries = Sequence[tuple[TensorMeta, int | None]]
 """Tensors, each with its F; None: not stated."""
 
 
+@dataclass(frozen=True, eq=False)
 class Manifest:
     """Tensors that are announced, by any names the model accepts.
 
@@ -38,15 +39,9 @@ class Manifest:
     where it is stated, bool [count].
     """
 
-    def __init__(
-        self,
-        metas: Callable[[], Sequence[TensorMeta]],
-        fingerprints: Callable[[int], tuple[np.ndarray, np.ndarray]],
-        key: Hashable = None,
-    ) -> None:
-        self.metas = metas
-        self.fingerprints = fingerprints
-        self.key = key
+    metas: Callable[[], Sequence[TensorMeta]]
+    fingerprints: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    key: Hashable = None
 
     @classmethod
     def of(cls, entries: Entries, key: Hashable = None) -> Manifest:
