@@ -29,10 +29,9 @@ from weight_sync.delta.compression import Unpacker, compress, decompress_exactly
 from weight_sync.delta.planes import (
     PLANES,
     SIZES_BYTES,
-    PlaneSizes,
     SizeTable,
     invert_planes,
-    read_planes,
+    read_all_planes,
     read_sizes,
     write_sizes,
 )
@@ -50,12 +49,12 @@ _UNPACKED_BYTES = 256 << 10
 """The bytes of planes that are unpacked at once, unless one tensor has more."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FrameEntry:
-    """One tensor of a frame."""
+    """One tensor of a frame; `sizes`: its row of the table."""
 
     meta: TensorMeta
-    sizes: PlaneSizes
+    sizes: SizeTable
     base_fingerprint: int
     result_fingerprint: int
 
@@ -82,7 +81,7 @@ class TensorDelta:
         """Read the tensor's changes from its parts of the planes.  Raises `ContentError`."""
         meta = self.entry.meta
         try:
-            return read_planes(self.entry.sizes, self.planes, meta.numel, meta.dtype.itemsize)
+            return read_all_planes(self.entry.sizes, self.planes, np.array([meta.numel]), meta.dtype.itemsize)
         except ContentError as error:
             raise ContentError(f"{meta.name}: {error}") from None
 
@@ -128,7 +127,7 @@ class DeltaFrame:
 
     def entry(self, at: int) -> FrameEntry:
         """Return one tensor by its place in the list."""
-        return FrameEntry(self.metas[at], self.sizes.row(at), *self.fingerprints[at].tolist())
+        return FrameEntry(self.metas[at], self.sizes.some(slice(at, at + 1)), *self.fingerprints[at].tolist())
 
     def open(self) -> dict[str, TensorDelta]:
         """Return the deltas of the tensors by name, in order, planes unpacked.  Raises `ContentError`."""

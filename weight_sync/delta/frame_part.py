@@ -21,7 +21,7 @@ from weight_sync.bucket import runs_of
 from weight_sync.delta.change_spans import SpanChange
 from weight_sync.delta.changes import Changes
 from weight_sync.delta.frame import cut_planes
-from weight_sync.delta.planes import SizeTable, read_all_planes, read_planes
+from weight_sync.delta.planes import SizeTable, read_all_planes
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint_words import SIGNED
 from weight_sync.homes import address_of, bytes_of
@@ -144,7 +144,8 @@ class FramePart:
         parts = cut_planes(self._sizes, self._planes)
         for at, (meta, planes) in enumerate(zip(self._tables.layout.metas, parts, strict=True)):
             try:
-                read_planes(self._sizes.row(at), planes, meta.numel, self._tables.itemsize)
+                one, numel = self._sizes.some(slice(at, at + 1)), np.array([meta.numel])
+                read_all_planes(one, planes, numel, self._tables.itemsize)
             except ContentError as error:
                 return ContentError(f"{meta.name}: {error}")
         return ContentError("the planes of a delta contradict each other")

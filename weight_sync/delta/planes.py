@@ -33,30 +33,15 @@ SIZES_BYTES = 1 + _SIZE_BYTES * (1 + len(PLANES))
 """The bytes of a tensor's sizes."""
 
 
-@dataclass(frozen=True)
-class PlaneSizes:
-    """The bytes of each plane that belong to a tensor, as `counts` lists them, and how they are to be read."""
-
-    num_changes: int
-    is_dense: bool
-    counts: tuple[int, ...]  # of PLANES
-
-
 @dataclass(frozen=True, eq=False)
 class SizeTable:
-    """`PlaneSizes` of T tensors: `num_changes` int64 [T], `is_dense` bool [T], `counts` int64 [T, 5]."""
+    """The bytes of each plane that belong to each of T tensors, `counts` int64 [T, 5], and how they are to be read:
+    `num_changes` int64 [T], `is_dense` bool [T].
+    """
 
     num_changes: np.ndarray
     is_dense: np.ndarray
     counts: np.ndarray
-
-    @classmethod
-    def of(cls, sizes: Sequence[PlaneSizes]) -> SizeTable:
-        """Return the table of some tensors."""
-        num_changes = np.array([each.num_changes for each in sizes], dtype=np.int64)
-        is_dense = np.array([each.is_dense for each in sizes], dtype=np.bool_)
-        counts = np.array([each.counts for each in sizes], dtype=np.int64).reshape(-1, len(PLANES))
-        return cls(num_changes, is_dense, counts)
 
     @classmethod
     def join(cls, tables: Sequence[SizeTable]) -> SizeTable:
@@ -70,10 +55,6 @@ class SizeTable:
     def some(self, which: slice | np.ndarray) -> SizeTable:
         """Return the rows of some tensors."""
         return SizeTable(self.num_changes[which], self.is_dense[which], self.counts[which])
-
-    def row(self, at: int) -> PlaneSizes:
-        """Return the sizes of one tensor."""
-        return PlaneSizes(int(self.num_changes[at]), bool(self.is_dense[at]), tuple(self.counts[at].tolist()))
 
     def first_misfit(self, numels_T: np.ndarray, itemsizes_T: np.ndarray) -> int | None:
         """Return the first tensor that is too small for its sizes.  All numbers are below 2^48."""
@@ -122,12 +103,6 @@ def read_sizes(written: bytes, count: int) -> SizeTable:
     return SizeTable(num_changes, is_dense.astype(np.bool_), np.stack(counts, axis=1))
 
 
-def write_planes(changes: Changes, numel: int, itemsize: int) -> tuple[PlaneSizes, list[np.ndarray]]:
-    """Return the planes of one tensor, uint8 each, in the order of PLANES."""
-    sizes, planes = write_all_planes(changes, np.array([changes.steps_N.size]), np.array([numel]), itemsize)
-    return sizes.row(0), planes
-
-
 def write_all_planes(
     changes: Changes, counts_T: np.ndarray, numels_T: np.ndarray, itemsize: int
 ) -> tuple[SizeTable, list[np.ndarray]]:
@@ -174,17 +149,11 @@ def _write_sparse(changes: Changes, counts_T: np.ndarray, itemsize: int) -> tupl
     return table, [gaps, np.packbits(bits, bitorder="little"), strides, magnitudes_S, wide]
 
 
-def read_planes(sizes: PlaneSizes, planes: Sequence[np.ndarray], numel: int, itemsize: int) -> Changes:
-    """Read planes: the inverse of `write_planes`.  Raises `ContentError` for planes that contradict each other or leave
-    the tensor.
-    """
-    return read_all_planes(SizeTable.of([sizes]), planes, np.array([numel]), itemsize)
-
-
 def read_all_planes(sizes: SizeTable, planes: Sequence[np.ndarray], numels_T: np.ndarray, itemsize: int) -> Changes:
     """Read the planes of T tensors of `numels_T` elements, each plane of one tensor after the other.
 
-    Returns the changes end to end; positions are counted in each tensor.  Raises as `read_planes`.
+    Returns the changes end to end; positions are counted in each tensor.  Raises `ContentError` for planes that
+    contradict each other or leave a tensor.
     """
     is_first_T = np.ones(len(sizes), dtype=np.bool_)  # of a run that is read in one go
     is_first_T[1:] = sizes.is_dense[1:] | sizes.is_dense[:-1]
@@ -239,13 +208,13 @@ def _read_sparse(planes: Sequence[np.ndarray], sizes: SizeTable, numels_T: np.nd
     return Changes(positions_N, steps_N.view(np.int64))
 
 
-def invert_planes(sizes: PlaneSizes, planes: Sequence[np.ndarray], itemsize: int) -> list[np.ndarray]:
-    """Return the planes of the way back, of the same sizes."""
+def invert_planes(sizes: SizeTable, planes: Sequence[np.ndarray], itemsize: int) -> list[np.ndarray]:
+    """Return the planes of the way back of one tensor, of the same sizes."""
     gaps_G, directions, strides, magnitudes_S, wide = planes
-    if sizes.is_dense:
+    if sizes.is_dense[0]:
         differences = np.uint64(0) - _read_words(wide, np.array([wide.size // itemsize]), itemsize)
         return [gaps_G, directions, strides, magnitudes_S, _write_words(differences, itemsize)]
-    bits = np.unpackbits(directions, bitorder="little")[: sizes.num_changes] ^ 1
+    bits = np.unpackbits(directions, bitorder="little")[: sizes.num_changes[0]] ^ 1
     return [gaps_G, np.packbits(bits, bitorder="little"), strides, magnitudes_S, wide]
 
 

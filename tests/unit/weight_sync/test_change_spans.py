@@ -10,11 +10,12 @@ import torch
 
 from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, ViewPlace
 from tests import kernels
+from tests.plane_tables import write_planes
 from tests.unit.weight_sync.test_delta_codec import changed, random_bits
 from weight_sync.delta.change_spans import SpanChange, is_compiled
 from weight_sync.delta.changes import find_changes
 from weight_sync.delta.frame_part import PartTables
-from weight_sync.delta.planes import SizeTable, read_all_planes, write_planes
+from weight_sync.delta.planes import SizeTable, read_all_planes
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint_words import SIGNED
 from weight_sync.homes import bytes_of
@@ -42,7 +43,7 @@ class Case:
             for base, new in zip(bases, news, strict=True)
         ]
         self.itemsize = dtype.itemsize
-        self.sizes = SizeTable.of([sizes for sizes, _ in found])
+        self.sizes = SizeTable.join([sizes for sizes, _ in found])
         self.planes = [np.concatenate(column) for column in zip(*(planes for _, planes in found), strict=True)]
         self.metas = [TensorMeta(str(at), dtype, (numel,)) for at, numel in enumerate(NUMELS)]
         self.base, self.new = (torch.cat(tensors).view(torch.uint8) for tensors in (bases, news))

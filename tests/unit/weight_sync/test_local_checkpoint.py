@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.delta_models import same_bits
+from tests.plane_tables import size_table
 from tests.published_versions import Stream, read_checkpoint, rewrite_index, write_checkpoint
 from weight_sync.checkpoint_folder import INDEX_FILE
 from weight_sync.delta import local_checkpoint, published, version_dir
@@ -30,7 +31,6 @@ from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
 from weight_sync.delta.frame import DeltaFrame
 from weight_sync.delta.local_checkpoint import PullResult, pull
 from weight_sync.delta.local_state import LOCK_FILE, NEXT_FOLDER, STATE_FILE, SYNC_FOLDER
-from weight_sync.delta.planes import PlaneSizes, SizeTable
 from weight_sync.delta.publisher import publish_bytes, publish_encoded
 from weight_sync.delta.tensor_list import TensorList
 from weight_sync.delta.version_dir import version_path
@@ -409,10 +409,10 @@ def test_w10_a_delta_unpacks_nothing_that_the_base_does_not_have(tmp_path: Path,
     numel = 64 << 20
     tensors, sizes = (
         TensorList([TensorMeta(name, torch.bfloat16, (numel,))]),
-        PlaneSizes(0, True, (0,) * 4 + (2 * numel,)),
+        size_table((0, True, (0,) * 4 + (2 * numel,))),
     )
     packed, prints = (*[compress(b"")] * 4, compress(bytes(2 * numel))), np.ones((1, 2), dtype=np.uint64)
-    frame = DeltaFrame(tensors, SizeTable.of([sizes]), prints, "0" * 64, "1" * 64, packed)
+    frame = DeltaFrame(tensors, sizes, prints, "0" * 64, "1" * 64, packed)
     publish_encoded(source, 1, EncodedDelta((frame,), "0" * 64, "1" * 64, 2 * numel, numel, [], prints[:, 1]))
     assert sum(file.stat().st_size for file in source.rglob("*")) < 64 << 10
     with at_most(32 << 20), pytest.raises(ContentError, match=name):
