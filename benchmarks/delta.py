@@ -123,7 +123,7 @@ def measure(shape: str, steps: int) -> Iterator[StepSizes]:
 
 def applied(frame: DeltaFrame, base: Tensors) -> Tensors:
     """Return the tensors that a frame makes of whole ones."""
-    return {name: delta.apply(base[name]) for name, delta in frame.open().items()}
+    return {delta.entry.meta.name: delta.apply(base[delta.entry.meta.name]) for delta in frame.deltas()}
 
 
 def train(path: str, vocab_size: int) -> Iterator[Tensors]:

@@ -32,7 +32,7 @@ class DriftingMasters:
 
 def applied(frame: DeltaFrame, base: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the tensors of a frame, applied to those in `base`."""
-    return {name: delta.apply(base[name]) for name, delta in frame.open().items()}
+    return {delta.entry.meta.name: delta.apply(base[delta.entry.meta.name]) for delta in frame.deltas()}
 
 
 def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

@@ -29,11 +29,6 @@ class Changes:
     positions_N: np.ndarray
     steps_N: np.ndarray
 
-    @property
-    def inverse(self) -> Changes:
-        """The way back.  The lowest step is its own inverse: it wraps around."""
-        return Changes(self.positions_N, -self.steps_N)
-
     def within(self, shape: Sequence[int], region: Region | None) -> tuple[Changes, np.ndarray]:
         """Return the changes inside a part of a tensor of `shape`, by flat index in the part; and their flat indices in
         the whole."""

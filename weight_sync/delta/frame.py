@@ -129,10 +129,6 @@ class DeltaFrame:
         """Return one tensor by its place in the list."""
         return FrameEntry(self.metas[at], self.sizes.some(slice(at, at + 1)), *self.fingerprints[at].tolist())
 
-    def open(self) -> dict[str, TensorDelta]:
-        """Return the deltas of the tensors by name, in order, planes unpacked.  Raises `ContentError`."""
-        return {delta.entry.meta.name: delta for delta in self.deltas()}
-
     def deltas(self) -> Iterator[TensorDelta]:
         """Yield the deltas one by one; memory holds only the ones that the caller keeps.  Raises `ContentError`."""
         for first, last, planes in self._unpacked():
