@@ -22,7 +22,7 @@ from weight_sync.errors import StagingError
 from weight_sync.held_memory import Areas
 from weight_sync.homes import Homes, address_of, bytes_of
 from weight_sync.plan import BucketPlan
-from weight_sync.staging import Accept, Content, DeviceQueue, DirectSink, HostQueue, SpanTaker
+from weight_sync.staging import Accept, Content, DeviceQueue, DirectSink, QueuedStaging
 from weight_sync.tensor_meta import LogicalWeights, Part
 from weight_sync.unnamed_file import Entry, UnnamedFile
 
@@ -30,31 +30,15 @@ _PART_BYTES = 64 << 20
 """The part of a storage that is journaled at a time."""
 
 
-class _InModelStaging(DirectSink):
-    """The base of both stagings: a commit has nothing left to do but to wait."""
+class _InModelStaging(QueuedStaging, DirectSink):
+    """The base of these stagings: a commit has nothing left to do but to wait."""
 
-    def __init__(
-        self,
-        weights: LogicalWeights,
-        queue: DeviceQueue | None = None,
-        memory: Areas | None = None,
-        homes: Homes | None = None,
-    ) -> None:
-        super().__init__(weights)
-        self._queue = queue or HostQueue()
-        self._memory = Areas() if memory is None else memory
-        self._homes = Homes(weights) if homes is None else homes
-        self._spans = SpanTaker(self._homes, self._queue, self._memory)
-        self._is_begun = False
+    _is_begun = False
 
     def write(self, name: str, content: Content) -> None:
         self._begin()
         self._before([place.storage for place in self._homes.places(name)], [name])
         self._queue.put(lambda: super(_InModelStaging, self).write(name, content))
-
-    @property
-    def takes_spans(self) -> bool:
-        return self._spans.is_able
 
     def write_spans(self, plan: BucketPlan, content: torch.Tensor, accept: Accept) -> None:
         storages, source = [bytes_of(storage) for storage in plan.storages], self._spans.bring(content)
@@ -62,9 +46,6 @@ class _InModelStaging(DirectSink):
         self._begin()
         self._before(plan.storages, plan.names)
         self._queue.put(functools.partial(plan.take, source, storages, checks=False))
-
-    def settle(self) -> None:
-        self._queue.fence()
 
     def read(self, name: str) -> Sequence[Part]:
         self._queue.fence()

@@ -40,14 +40,14 @@ from weight_sync.held_memory import Areas
 from weight_sync.homes import Homes, address_of, bytes_of
 from weight_sync.pages import PageTrader, tradable_spans
 from weight_sync.plan import BucketPlan
-from weight_sync.staging import Accept, Content, DeviceQueue, HostQueue, SpanTaker
+from weight_sync.staging import Accept, Content, DeviceQueue, QueuedStaging
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
 _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
 _TOGETHER_BYTES = 4 << 20  # what is exchanged by one call, unless it is one part
 
 
-class ShadowStaging:
+class ShadowStaging(QueuedStaging):
     """Staging in host memory (`mode="host"`) or on the device of the weights (`"device"`), in areas of `memory`."""
 
     def __init__(
@@ -58,12 +58,8 @@ class ShadowStaging:
         queue: DeviceQueue | None = None,
         homes: Homes | None = None,
     ) -> None:
+        super().__init__(weights, queue, memory, homes)
         self.mode = mode
-        self._queue = queue or HostQueue()
-        self._homes = Homes(weights) if homes is None else homes
-        self._weights = weights
-        self._memory = Areas() if memory is None else memory
-        self._spans = SpanTaker(self._homes, self._queue, self._memory)
         self._shadows: dict[int, _Shadow] = {}
         self._written: set[str] = set()  # one by one
         self._plans: list[BucketPlan] = []  # whose tensors were written
@@ -93,19 +89,12 @@ class ShadowStaging:
                 self._queue.put(functools.partial(_write, content, target))
         self._written.add(name)
 
-    @property
-    def takes_spans(self) -> bool:
-        return self._spans.is_able
-
     def write_spans(self, plan: BucketPlan, content: torch.Tensor, accept: Accept) -> None:
         shadows = list(map(self._shadow_of, plan.storages, plan.keys))
         live = [shadow.live for shadow in shadows] if any(shadow.is_folded for shadow in shadows) else None
         self._plans.append(plan)
         source, areas = self._spans.bring(content), [shadow.staged for shadow in shadows]
         self._spans.find(lambda: plan.take(source, areas, live=live), accept)
-
-    def settle(self) -> None:
-        self._queue.fence()
 
     def read(self, name: str) -> Sequence[Part]:
         self._queue.fence()

@@ -141,6 +141,30 @@ class SpanTaker:
         accept(*on_host(found), pairs)
 
 
+class QueuedStaging:
+    """The base of stagings: what they write to, and by which queue, with what memory.  `homes`: of `weights`."""
+
+    def __init__(
+        self,
+        weights: LogicalWeights,
+        queue: DeviceQueue | None = None,
+        memory: Areas | None = None,
+        homes: Homes | None = None,
+    ) -> None:
+        self._weights = weights
+        self._queue = queue or HostQueue()
+        self._memory = Areas() if memory is None else memory
+        self._homes = Homes(weights) if homes is None else homes
+        self._spans = SpanTaker(self._homes, self._queue, self._memory)
+
+    @property
+    def takes_spans(self) -> bool:
+        return self._spans.is_able
+
+    def settle(self) -> None:
+        self._queue.fence()
+
+
 class DirectSink:
     """Straight into every place of this rank; casts to the parameter's dtype."""
 
