@@ -72,14 +72,6 @@ class Contents:
         self._held = np.zeros(count, dtype=np.uint64)
         self._odd: dict[int, Content] = {}
 
-    @classmethod
-    def of(cls, table: TensorTable, contents: Mapping[str, Content]) -> Contents:
-        """Return the contents of tensors by name."""
-        found = cls(table)
-        for name, content in contents.items():
-            found.put(table.number_of[name], content)
-        return found
-
     @property
     def is_complete(self) -> bool:
         """True if all are known."""

@@ -85,11 +85,10 @@ class Header:
 
 @dataclass(frozen=True)
 class SafetensorsFile(Header):
-    """A file of `nbytes`; `stamp`: of the one that was read."""
+    """A file of `nbytes`."""
 
     path: Path
     nbytes: int
-    stamp: FileStamp
 
     @property
     def metas(self) -> list[TensorMeta]:
@@ -112,9 +111,7 @@ class RawHeader:
     def parse(self) -> SafetensorsFile:
         """Parse and check the header.  Raises `ContentError`."""
         header = parse_text(str(self.path), self.stamp.size, self.content)
-        return SafetensorsFile(
-            header.tensors, header.metadata, header.content_start, self.path, self.stamp.size, self.stamp
-        )
+        return SafetensorsFile(header.tensors, header.metadata, header.content_start, self.path, self.stamp.size)
 
 
 @contextmanager

@@ -21,6 +21,14 @@ from weight_sync.fingerprint_batch import fingerprints_of
 from weight_sync.tensor_meta import Part, Region, TensorMeta
 
 
+def contents_of(table: TensorTable, contents: dict[str, Content]) -> Contents:
+    """Return the contents of tensors by name."""
+    found = Contents(table)
+    for name, content in contents.items():
+        found.put(table.number_of[name], content)
+    return found
+
+
 def rewrite(weights: FakeWeights, seed: int, leave_out: str | None = None) -> None:
     for name, tensor in version(seed).items():
         if name != leave_out:
@@ -104,14 +112,14 @@ def test_the_book_knows_the_digest_when_every_tensor_is_known() -> None:
     meta_of = weights.metas()
     assert book.digests == Digests(None, None)
     rewrite(weights, seed=2)
-    book.note(Contents.of(table, {EMBED: Content.plain(meta_of[EMBED], fingerprint(weights.read(EMBED)))}))
+    book.note(contents_of(table, {EMBED: Content.plain(meta_of[EMBED], fingerprint(weights.read(EMBED)))}))
     assert book.digests == Digests(None, None)
     book.note_live(live_fingerprints(weights))
     live = digest((meta, fingerprint(weights.read(name))) for name, meta in meta_of.items())
     assert book.digests == Digests(live, live)
     tensor = version(3)[EMBED]
     weights.write(EMBED, tensor)
-    content = Contents.of(table, {EMBED: Content.plain(meta_of[EMBED], fingerprint(tensor))})
+    content = contents_of(table, {EMBED: Content.plain(meta_of[EMBED], fingerprint(tensor))})
     announced = book.digests_after(content)
     assert book.digests == Digests(live, live)
     book.note(content)
@@ -128,7 +136,7 @@ def test_the_book_keeps_what_was_sent_where_memory_holds_what_came_of_it() -> No
     scale = TensorMeta(f"{EMBED}_scale_inv", torch.float32, (1, 1))
     other = expert_name(1, "up_proj")
     sent_as = {EMBED: Content(((metas[EMBED], 5), (scale, 6)), live[EMBED]), other: Content.plain(metas[other], 7)}
-    book.note(Contents.of(table, sent_as))
+    book.note(contents_of(table, sent_as))
     book.note_live(live)
     sent = {(meta, live[name]) for name, meta in metas.items()} - {(metas[EMBED], live[EMBED])}
     assert book.digests.sent == digest({*sent, (metas[EMBED], 5), (scale, 6)}), "what memory no longer holds is dropped"
