@@ -12,8 +12,8 @@ With `live` storages it writes the exclusive or with what lies there, as `spans_
 Weights of one form are one launch.  Forms differ in how weights come and are held, and in dtypes and groups; parts that
 do not lie at multiples of their width are read byte by byte.
 
-`GpuPairs` keeps checked tables on the device.  In Triton's interpreter all bits are those of `take_pairs.cpp` and of
-single tensors; it has **not run** on a device.
+`GpuPairs` keeps checked tables on the device.  Interpreted, the kernel leaves the bits that single tensors leave; it
+has **not run** on a device.
 
 Shapes: Q weights, M moves, S storages, R rows and C columns of a tile, G groups that have a scale.
 """

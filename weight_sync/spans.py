@@ -112,7 +112,7 @@ def checked_tables(
 
 
 def check_bytes(source: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
-    """Raise `RuntimeError` for what is not bytes on one device."""
+    """Raise `RuntimeError` unless all are bytes on one device."""
     for content in (source, *storages):
         require(content.dim() == 1 and content.dtype == torch.uint8 and content.is_contiguous(), "bytes must be uint8")
         require(content.device == source.device, f"a storage is on {content.device}, its source on {source.device}")

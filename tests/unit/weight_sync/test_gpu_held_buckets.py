@@ -1,6 +1,6 @@
 """Refreshes of a model that is held in 8 and 4 bits as on CUDA, by the interpreted kernels of buckets and of pairs.
 
-No tensor goes by itself; what is held, and both fingerprints, are those of single tensors.
+No tensor goes by itself.  Single tensors would leave the same content and fingerprints.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def format_of(held: str) -> HeldFormat | None:
 class Case:
     """One weight as it came, in a bucket, and a model that holds it in some form; `live`: all bytes of its storage.
 
-    `format`: how it is held, by default as `held` says.
+    `format`: how it is held, by default in the form `held`.
     """
 
     def __init__(self, form: str, held: str, shape: tuple[int, int], format: HeldFormat | None = None) -> None:
@@ -340,7 +340,7 @@ def test_tables_are_checked_once_for_buckets_of_one_layout() -> None:
 
 
 def test_weights_of_one_form_are_one_launch() -> None:
-    """Whatever their sizes, and wherever they lie; the tables of a layout are one of each."""
+    """Sizes and places make no difference."""
     forms = ("fp8 float32", "fp8 float32", "int4 32")
     rows, steps, source = [], [], 0
     for number, (form, shape) in enumerate(zip(forms, ((33, 128), (140, 224), (140, 224)))):
