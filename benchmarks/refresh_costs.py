@@ -6,9 +6,9 @@
     bare       what the transport takes of "engine": a process that receives as many bytes by gloo, or reads the files,
                and does nothing else
 
-The transports are a broadcast, the checkpoint's folder, and a delta by broadcast, in this order.  The first refresh of
-each makes its plans, and the first of all touches the second copy of the weights for the first time.  The following
-ones replay the plans.
+The transports are a broadcast, shared memory, the checkpoint's folder, and a delta by broadcast, in this order.  The
+first refresh of each makes its plans, and the first of all touches the second copy of the weights for the first time.
+The following ones replay the plans.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from rollout.server.child_process import ChildProcess
 from weight_sync.bucket import pack, plan_buckets
 from weight_sync.process_group import free_port
 from weight_sync.sender import WeightSender
+from weight_sync.sender.carriers import Transport
 from weight_sync.stored_tensors import PART_BYTES
 from weight_sync.tensor_meta import TensorMeta
 
@@ -134,18 +135,26 @@ def _refreshes(
     client: RolloutClient, folder: Path, tensors: dict[str, torch.Tensor], front: int, rounds: int
 ) -> dict[str, list[Cost]]:
     """Return the costs of refreshes by transport."""
-    named = list(tensors.items())
-    sender = WeightSender(client, timeout_s=TIMEOUT_S)
-    sender.connect()
     found = {
-        "broadcast": _costs(front, rounds, lambda label: sender.refresh(named, label, bucket_bytes=BUCKET_BYTES)),
+        "broadcast": _sent(client, tensors, front, rounds, "broadcast"),
+        "shared memory": _sent(client, tensors, front, rounds, "shared_memory"),
         "folder": _costs(front, rounds, lambda label: client.update_weights_from_disk(str(folder), label)),
     }
-    sender.close()
     trainer = DeltaTrainer(client, tensors, TIMEOUT_S)
     found["delta"] = _costs(front, rounds, lambda _: trainer.refresh())
     trainer.leave()
     return found
+
+
+def _sent(
+    client: RolloutClient, tensors: dict[str, torch.Tensor], front: int, rounds: int, transport: Transport
+) -> list[Cost]:
+    sender, named = WeightSender(client, timeout_s=TIMEOUT_S, transport=transport), list(tensors.items())
+    sender.connect()
+    try:
+        return _costs(front, rounds, lambda label: sender.refresh(named, label, bucket_bytes=BUCKET_BYTES))
+    finally:
+        sender.close()
 
 
 def _costs(front: int, rounds: int, refresh: Callable[[str], object]) -> list[Cost]:
