@@ -6,12 +6,10 @@ Run as a program, this module is the receiving process.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -63,8 +61,7 @@ class BareBroadcast:
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process so far, of all its threads, in user and kernel mode."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(~pid << 3 | 2)  # `clock_getcpuclockid` of Linux: nanoseconds, where /proc has 10 ms
 
 
 def _join(port: int, rank: int) -> GroupHandle:

@@ -3,8 +3,8 @@
     trainer    this process, with the `WeightSender` that trainers use, stating a manifest of fingerprints
     front      the HTTP process
     engine     the process that computes, all of its threads, from the begin to the answer of the end
-    bare       what the transport takes of "engine": a process that receives as many bytes by gloo, or reads the files,
-               and does nothing else
+    bare       what the transport takes of "engine": a process that receives as many bytes by gloo, copies them, or
+               reads the files, and does nothing else
 
 The transports are a broadcast, shared memory, the checkpoint's folder, and a delta by broadcast, in this order.  The
 first refresh of each makes its plans, and the first of all touches the second copy of the weights for the first time.
@@ -93,7 +93,11 @@ def _measure(size: str, rounds: int, console: Console) -> list[dict]:
         before = bare.peer_cpu_seconds()
         for _ in range(rounds):
             bare.seconds()
-        bare_s = {"broadcast": (bare.peer_cpu_seconds() - before) / rounds, "folder": _read_seconds(folder, rounds)}
+        bare_s = {
+            "broadcast": (bare.peer_cpu_seconds() - before) / rounds,
+            "shared memory": _copy_seconds(buckets, rounds),
+            "folder": _read_seconds(folder, rounds),
+        }
     with tempfile.TemporaryDirectory(prefix="lockstep-costs-") as scratch:
         port = free_port()
         words = ["serve", "--model-path", str(folder), "--port", str(port), "--max-total-tokens", "4096"]
@@ -117,6 +121,16 @@ def _measure(size: str, rounds: int, console: Console) -> list[dict]:
         }
         for by, (first, *following) in costs.items()
     ]
+
+
+def _copy_seconds(buckets: list[torch.Tensor], rounds: int) -> float:
+    """Return the CPU seconds of copying the buckets into memory that was touched before."""
+    copies = [bucket.clone() for bucket in buckets]
+    start = time.process_time()
+    for _ in range(rounds):
+        for copy, bucket in zip(copies, buckets, strict=True):
+            copy.copy_(bucket)
+    return (time.process_time() - start) / rounds
 
 
 def _read_seconds(folder: Path, rounds: int) -> float:
