@@ -31,6 +31,7 @@ AREAL_ADAPTER = {
     "base_model_name": "m",
     "group_name": "g",
 }
+MEMORY = {"process": 1, "descriptor": 3, "inode": 1, "num_bytes": 4096, "filled": 0}
 TOOLS = [
     {
         "type": "function",
@@ -252,10 +253,20 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             {"manifest": {"names": names, "dtypes": kinds, "shapes": shapes, "fingerprints": "0" * 16 * len(names)}},
         ],
         "/weight_parts": [lists],
-        **{path: [{"rank_ports": [1, 2]}] for path in EXCLUDED if path != "/init_weight_transfer_engine"},
+        **{
+            path: [{"rank_ports": [1, 2]}, {"memory": MEMORY}]
+            for path in EXCLUDED
+            if path != "/init_weight_transfer_engine"
+        },
         "/update_weights_from_tensor": [{"serialized_named_tensors": [payload(tensors)], "format": "safetensors"}],
         **{
-            path: [lists, lists | {"boxes": boxes, "tensors_per_rank": [len(names)]}]
+            path: [
+                lists,
+                lists | {"boxes": boxes, "tensors_per_rank": [len(names)]},
+                lists | {"memory": MEMORY},
+                lists
+                | {"whole_update": {"coverage": "full", "fingerprints": "0" * 16 * len(names), "prepared_s": 0.1}},
+            ]
             for path in ("/update_weights_from_distributed", "/areal_set_update_weight_meta")
         },
         "/load_lora_adapter_from_tensors": [

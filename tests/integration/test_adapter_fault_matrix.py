@@ -38,7 +38,7 @@ def part_of_the_matrix() -> list[AdapterCell]:
     for transport, staging in itertools.product(TRANSPORTS, STAGINGS):
         for cell in cells(staging, transport):
             alike.setdefault((cell.fault.title, cell.point), []).append(cell)
-    return [group[7 * turn % len(group)] for turn, group in enumerate(alike.values())]
+    return [group[11 * turn % len(group)] for turn, group in enumerate(alike.values())]
 
 
 def test_the_part_has_all_faults_transports_and_staging_modes() -> None:
