@@ -111,7 +111,7 @@ def test_each_rank_receives_what_it_keeps(folder: Path, sent: Counter[str], sett
             sender.close()
             moving_away(folder, server)
         sender.close()
-        whole = WeightSender(server.client, timeout_s=30.0)
+        whole = WeightSender(server.client, timeout_s=30.0, transport="broadcast")
         whole.connect(group_name="whole")
         assert serves(server, whole.refresh(new_tensors(folder, 2.0), "v4"))
         assert sent["whole"] == first.num_bytes
