@@ -8,12 +8,12 @@ from typing import Any
 
 
 class InTurn:
-    """Stands in for the executor of a `WeightQueue`: a call is done when it is submitted."""
+    """Stands in for the threads of a `WeightQueue`: a call is done when it is submitted."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Ignore all that an executor is made with."""
 
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], *arguments: Any, gives_way: bool = True) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(call(*arguments))

@@ -30,7 +30,7 @@ _MAX_TURNS = 2000
 
 
 class ScriptedExecutor:
-    """Stands in for the engine's I/O thread: a call waits until `run`, and runs in the caller's thread."""
+    """Stands in for the engine's I/O threads: a call waits until `run`, and runs in the caller's thread."""
 
     def __init__(self, on_submit: Callable[[], None]) -> None:
         self.running = False
@@ -41,7 +41,7 @@ class ScriptedExecutor:
     def waits(self) -> bool:
         return bool(self._calls)
 
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
+    def submit(self, call: Callable[..., Any], *arguments: Any, gives_way: bool = True) -> Future:
         self._on_submit()
         future: Future = Future()
         self._calls.append((future, functools.partial(call, *arguments)))
@@ -83,9 +83,10 @@ class Driver(RefreshHarness):
         self._script = ExitStack()
         with self._script:
             scratch = Path(self._script.enter_context(tempfile.TemporaryDirectory()))
-            executor = mock.patch.object(weight_queue, "ThreadPoolExecutor", lambda *_, **__: self.executor)
-            self._script.enter_context(executor)
-            self._script.enter_context(mock.patch.object(build_control, "WeightPace", lambda _: None))
+            for thread in ("ThreadPoolExecutor", "IoThread"):
+                executor = mock.patch.object(weight_queue, thread, lambda *_, **__: self.executor)
+                self._script.enter_context(executor)
+            self._script.enter_context(mock.patch.object(build_control, "WeightPace", lambda *_: None))
             super().__init__(
                 checkpoint,
                 history.staging,

@@ -260,7 +260,8 @@ def in_turn() -> Iterator[None]:
     """Make engines that are built inside do weight I/O in the thread of their loop, without pauses between parts."""
     with (
         mock.patch.object(weight_queue, "ThreadPoolExecutor", InTurn),
-        mock.patch.object(build_control, "WeightPace", lambda _: None),
+        mock.patch.object(weight_queue, "IoThread", InTurn),
+        mock.patch.object(build_control, "WeightPace", lambda *_: None),
     ):
         yield
 
