@@ -43,6 +43,7 @@ from weight_sync import intake
 from weight_sync.content_check import check_content
 from weight_sync.errors import WeightSyncError
 from weight_sync.manifest import Stated
+from weight_sync.rank_parts import Exchange, alone
 from weight_sync.tensor_meta import PackedBucket
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.update_book import UpdateBook
@@ -124,7 +125,7 @@ def first_bucket_bumps_the_version() -> Context:
 def forgives_a_bad_bucket() -> Context:
     """Forget that a bucket was refused, and commit the buckets that came by the end."""
 
-    def verify(self: WeightTransaction) -> None:
+    def verify(self: WeightTransaction, exchange: Exchange = alone) -> None:
         self._staging.prepare()
         self.state = TransactionState.VERIFIED
 

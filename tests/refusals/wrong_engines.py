@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from rollout.memory.radix_cache import RadixCache
 from tests.faults.wrong_engines import WRONG_ENGINES
 from weight_sync import intake, shadow
 from weight_sync.fingerprint import fingerprint
 from weight_sync.ledger import WeightLedger
+from weight_sync.manifest import Stated
 from weight_sync.transaction import WeightTransaction
 from weight_sync.updater import WeightUpdater
 
@@ -67,7 +70,16 @@ def takes_any_value() -> Context:
     def unchecked(named: Any, stated: Any) -> dict[str, int]:
         return {name: fingerprint(tensor) for name, tensor in named}
 
-    return mock.patch.object(intake, "check_content", unchecked)
+    take = intake.Intake.take_planned
+
+    def planned(self: intake.Intake, plan: Any, complete: Any, fingerprints: Any, infinite: Any) -> None:
+        take(self, plan, complete, fingerprints, np.zeros_like(infinite))
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(intake, "check_content", unchecked))
+    stack.enter_context(mock.patch.object(intake.Intake, "take_planned", planned))
+    stack.enter_context(mock.patch.object(Stated, "require", lambda self, numbers, found: None))
+    return stack
 
 
 def empties_the_cache_when_it_refuses() -> Context:
