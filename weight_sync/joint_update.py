@@ -166,10 +166,14 @@ class JointUpdate:
         """
         doubtful = [name for name, error in failed.items() if not was_refused(error)]
         self._wait("abort_weight_update", self._call("abort_weight_update", doubtful), _ASK_S)
-        asked = self._call("weight_update", doubtful)
+        return self._committed_among(doubtful)
+
+    def _committed_among(self, names: Collection[str]) -> dict[str, Mapping[str, Any]]:
+        """Return the engines that state that they have committed, with their answers.  Notes the ones in doubt."""
+        asked = self._call("weight_update", names)
         silent = self._wait("weight_update", asked, _ASK_S)
         answers = {name: call.result() for name, call in asked.items() if name not in silent}
-        for name in doubtful:
+        for name in names:
             self.engines[name].unknown = answers.get(name, {}).get("outcome") in (None, "open", "verified")
             self._open.discard(name)
         return {name: answer for name, answer in answers.items() if answer.get("outcome") == "committed"}

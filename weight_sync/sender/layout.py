@@ -68,6 +68,12 @@ class Layout:
         return np.array([not is_fused(name) for name in self._names], np.bool_)
 
     @functools.cached_property
+    def order(self) -> npt.NDArray[np.int64]:
+        """The number among all tensors of each tensor of the buckets, in their order, empty ones as well."""
+        numbers = {name: number for number, name in enumerate(self._names)}
+        return np.array([numbers[name] for bucket in self.buckets for name in bucket.lists.names], np.int64)
+
+    @functools.cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
         """The number among all tensors of each that this rank holds something of, in the order of the views."""
         numbers = {name: number for number, name in enumerate(self._names)}

@@ -81,9 +81,11 @@ class Refresh:
         label, coverage = self.fields["weight_version"], self.fields["coverage"]
         is_plain = self.fields.keys() <= _PLAIN_FIELDS and isinstance(label, str | None)
         is_one = len(layout.buckets) == 1 and isinstance(layout.buckets[0], WholeBucket)
-        if not (is_plain and is_one and coverage in ("full", "partial") and (prints is None or prints.known.all())):
+        # An end must not take an update whose bucket never came: one that is partial states what comes.
+        is_stated = coverage == "full" if prints is None else coverage in ("full", "partial") and prints.known.all()
+        if not (is_plain and is_one and is_stated):
             return None
-        stated = {} if prints is None else {"fingerprints": hex_digits(prints.values[layout.numbers])}
+        stated = {} if prints is None else {"fingerprints": hex_digits(prints.values[layout.order])}
         return {"coverage": coverage, "prepared_s": time.perf_counter() - self.start} | stated
 
     def begins_again(self, update: WeightUpdate | None, failure: BaseException) -> bool:

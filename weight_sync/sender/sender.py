@@ -327,7 +327,7 @@ class WeightSender:
             raise TransactionStateError("there are no engines to update")
         lost = self._rejoin() | dict(lost or {})
         fields = {"update_id": uuid.uuid4().hex} | fields
-        rooms = self._rooms if self._reads_memory else None
+        rooms = Rooms() if self._reads_memory else None  # an engine may read them while a refresh is refused
         links, device, closing = self._links, self._device, self._closing
         new = kind_of_update(links, progress, whole)
         return new(links, self._policy, device, fields, num_bytes, progress, closing, lost, rooms)

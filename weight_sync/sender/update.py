@@ -71,7 +71,8 @@ class WeightUpdate(JointUpdate):
         self.meanwhile: Callable[[], bool] | None = None
         """Packs a part of the first bucket, while engines begin; returns whether there was one left."""
         self._num_bytes, self._progress = num_bytes, progress
-        self._rooms = rooms
+        self._rooms = rooms  # of this update alone
+        self._num_packed = 0
         self._closing = closing or threading.Event()
         self._sending: deque[list[Sending]] = deque()  # by group; the oldest bucket first
         self.bytes_sent = 0
@@ -88,8 +89,9 @@ class WeightUpdate(JointUpdate):
         if self._rooms is None:
             content, address, filled = pack(named).to(self._device), None, 0
         else:
-            number, num_bytes = self.buckets_sent + len(self._sending), sum(meta.nbytes for meta in metas)
-            room = self._rooms.take(number, num_bytes, self._device, shared=True)
+            num_bytes = sum(meta.nbytes for meta in metas)
+            room = self._rooms.take(self._num_packed, num_bytes, self._device, shared=True)
+            self._num_packed += 1  # also of a bucket that was refused: the one behind it may be on its way
             content, address, filled = pack(named, room.content), room.address, num_bytes
         pieces = iter(split_pieces(metas, content))  # which holds nothing once they were sent
         lists = TensorLists.of(metas)
@@ -173,8 +175,8 @@ class WeightUpdate(JointUpdate):
         while self._sending:
             self._drain(self._sending.popleft(), nothing)
         super()._leave(cause)
-        if self._rooms is not None and (cause is not None or self._failures):
-            self._rooms.clear()  # an engine may read on
+        if self._rooms is not None:
+            self._rooms.clear()
         for name in self._failures.keys() & self._in_shared:
             if (group := self._links[name].group) is not None:
                 group.leave_failed()

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from weight_sync.engine_control import EngineError
 from weight_sync.errors import TransactionStateError
 from weight_sync.sender.link import GRACE_S, Bucket, EngineLink
 from weight_sync.sender.update import CLOSING_S, Progress, WeightUpdate, await_all, nothing
@@ -52,8 +53,20 @@ class WholeUpdate(WeightUpdate):
             self._sending.clear()
             replies = sending.answers() | self._committed_of(failed)
         if closed is not None and not replies:
+            for name in failed:
+                if self.engines[name].unknown:
+                    closed.add_note(f"engine {name}: it is not known whether it has committed")
             raise closed
         self._conclude(replies, failed)
+
+    def _leave(self, cause: BaseException | None) -> None:
+        """Leave the update.  An interrupt is too late for an end that an engine has begun: it is noted on `cause`."""
+        doubtful = [] if cause is None or isinstance(cause, EngineError) else list(self._open)
+        super()._leave(cause)
+        for name in self._committed_among(doubtful):
+            assert cause is not None
+            self.engines[name].committed = True
+            cause.add_note(f"engine {name}: it had committed version {self._fields['weight_version']!r} by then")
 
 
 def kind_of_update(

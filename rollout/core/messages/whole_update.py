@@ -16,7 +16,8 @@ class WholeUpdate(msgspec.Struct, kw_only=True):
     """An update that has one bucket begins, and ends, in the call of the bucket: the fields that begin it.
 
     `coverage`, `prepared_s`: as at begin.  `fingerprints`: 16 hex digits for each tensor of the call, end to end: they
-    and its lists are the manifest; null: there is none.
+    and its lists are the manifest; null: there is none.  A partial update must have them: without a manifest an end
+    would take one whose bucket came too late.
     """
 
     coverage: Literal["full", "partial"] = "full"

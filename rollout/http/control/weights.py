@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from rollout.core.args.server_args import ServerArgs
-from rollout.core.errors import LockstepError
+from rollout.core.errors import BadRequest, LockstepError
 from rollout.core.messages.message import ControlReqOutput
 from rollout.core.messages.tensor_lists import ManifestLists
 from rollout.core.messages.weight_parts import WeightPartsReqInput
@@ -82,7 +82,11 @@ class WeightRoutes:
         try:
             data = await read_limited(request)
             form, known = model or body_of(UpdateWeightsFromDistributedReqInput), request.app.state.known_lists
-            return accepted(request, await parsed(request, data, lambda data: parse_body(form, data, known)))
+            body = await parsed(request, data, lambda data: parse_body(form, data, known))
+            whole = getattr(body, "whole_update", None)
+            if whole is not None and whole.coverage == "partial" and whole.fingerprints is None:
+                raise BadRequest("whole_update: with coverage partial fingerprints must be given")
+            return accepted(request, body)
         except LockstepError as error:
             await self._refuse_bucket(data, error)
             raise

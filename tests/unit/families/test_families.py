@@ -364,7 +364,7 @@ def test_layers_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None
     extra = TensorMeta("model.layers.3.eh_proj.weight", torch.float32, (64, 128))
     assert model.weights.split(extra) == []
     with pytest.raises(UnknownTensorError):
-        model.weights.split(replace(extra, name="model.layers.4.eh_proj.weight"))
+        model.weights.split(extra._replace(name="model.layers.4.eh_proj.weight"))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def test_the_first_refusal_is_the_answer_and_the_other_verbs_leave_all_the_same(
     assert [type(verb) for verb in received(live)] == kinds
 
 
-@pytest.mark.parametrize("whole", [{"coverage": "some"}, {"fingerprints": 7}, {"prepared_s": -1}, "yes"])
+@pytest.mark.parametrize(
+    "whole", [{"coverage": "some"}, {"coverage": "partial"}, {"fingerprints": 7}, {"prepared_s": -1}, "yes"]
+)
 def test_fields_that_cannot_be_read_refuse_the_bucket(live: Live, whole: Any) -> None:
     status, answer = call(live, whole_update=whole)
     assert status == 400 and "whole_update" in answer["message"]
