@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -223,7 +222,7 @@ def test_an_engine_states_the_boxes_of_each_rank(covers: list[RankCover]) -> Non
 def test_tensors_that_are_split_or_come_twice_go_whole_to_all(covers: list[RankCover]) -> None:
     fused = TensorMeta("fused", torch.float32, (2, 2, 4))
     assert boxes_of(covers[0], fused, METAS[FIRST], METAS[QKV])[:2] == [[None, None], [None, None]]
-    alias = replace(METAS[NORM], name="alias")
+    alias = METAS[NORM]._replace(name="alias")
     assert boxes_of(covers[0], alias, METAS[NORM]) == [[None, None], [None, None]]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ UPPER, LOWER = ((0, 2), (0, 6)), ((2, 4), (0, 6))
 
 
 def box_of(box: tuple[tuple[int, int], ...]) -> TensorMeta:
-    return replace(W, box=box)
+    return W._replace(box=box)
 
 
 def shards_of(tensors: dict[str, torch.Tensor], seed: int, cuts: int) -> list[Shard]:
@@ -62,9 +61,9 @@ def test_boxes_of_several_ranks_make_up_a_tensor() -> None:
         ([[W], [box_of(LOWER)]], "of trainer rank 0 and .* of trainer rank 1 overlap"),
         ([[box_of(UPPER)], [box_of(((2, 4), (0, 5)))]], r"no trainer rank has \[2:4, 5:6\] of \[4, 6\]"),
         ([[box_of(UPPER)], []], r"no trainer rank has \[2:4, 0:6\]"),
-        ([[box_of(UPPER)], [replace(box_of(LOWER), dtype=torch.float64)]], "float32 .* and float64 .* on rank 1"),
+        ([[box_of(UPPER)], [box_of(LOWER)._replace(dtype=torch.float64)]], "float32 .* and float64 .* on rank 1"),
         (
-            [[box_of(UPPER)], [replace(box_of(LOWER), shape=(4, 7))]],
+            [[box_of(UPPER)], [box_of(LOWER)._replace(shape=(4, 7))]],
             r"\[4, 6\] on one .* and float32 \[4, 7\] on",
         ),
     ],
