@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 
+class _Pauses:
+    """Blocks on any threads in which Python does not look for cycles.  The last one to end lets it look again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way, self._was_enabled = 0, False
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._under_way == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._under_way += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way == 0 and self._was_enabled:
+                gc.enable()
+
+
+_PAUSES = _Pauses()  # one for the process, as its collector is
+
+
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Keep Python from looking for cycles: it would visit a million new objects again and again, and there are none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    _PAUSES.begin()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        _PAUSES.end()
 
 
 class _Sized(Protocol):

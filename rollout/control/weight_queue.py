@@ -210,7 +210,11 @@ class WeightQueue:
         self._job = self._future = None
         published = self._published
         try:
-            message, reply = job.step(future.result())
+            try:
+                result = future.result()
+            finally:
+                del future  # its error would hold this frame, and this frame the error
+            message, reply = job.step(result)
             answer = job.verb.answer(reply, message)
         except FatalError:
             raise

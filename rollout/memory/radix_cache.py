@@ -241,6 +241,7 @@ class RadixCache:
                 if node.parent is not None:
                     self._allocator.free_cached(node.slots)
                     self._free_states(node)
+                node.children.clear()  # else all nodes would wait for a search for cycles
         self._roots.clear()
         self._heap.clear()
         self.num_cached = 0

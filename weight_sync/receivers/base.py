@@ -222,6 +222,9 @@ def deliver(
     except TransportError as error:
         if refusal is None:
             raise
-        raise refusal from error
+        refusal.__cause__ = error
     if refusal is not None:
-        raise refusal
+        try:
+            raise refusal
+        finally:
+            del refusal  # whose traceback holds this frame, and with it all that was staged

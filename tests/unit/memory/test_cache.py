@@ -288,3 +288,17 @@ def test_engine_14_a_root_lives_while_it_is_used(kind: type[RadixCache]) -> None
     assert cache.match(("k", 0), tokens)[0] is node, "a second root would split one namespace in two"
     cache.unlock(node)
     assert not cache._roots and allocator.num_free == 16
+
+
+def test_a_flush_leaves_no_nodes_for_a_search_for_cycles() -> None:
+    allocator = SlotAllocator(200)
+    cache = RadixCache(allocator)
+    for number in range(50):
+        cache.insert((None, 0), np.array([number % 5, number, 7]), allocator.alloc(3))
+    gc.collect()
+    gc.disable()
+    try:
+        cache.flush()
+        assert not [each for each in gc.get_objects() if type(each) is RadixNode and each.parent is not None]
+    finally:
+        gc.enable()

@@ -6,8 +6,11 @@ integration tests of the sender.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +21,7 @@ from tests.logical_weights_fake import FakeWeights, version
 from weight_sync.bucket import cut_packed, cut_pieces, pack
 from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError
 from weight_sync.held_memory import Areas
-from weight_sync.known_calls import KnownCalls
+from weight_sync.known_calls import KnownCalls, without_collections
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers import distributed
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
@@ -304,3 +307,36 @@ def test_steps_get_their_turn_between_the_parts_that_were_taken() -> None:
     with pytest.raises(ContentError):
         deliver(Counting(must_drain=True), take, ContentError("refused before"), pace=taken.append)
     assert not taken
+
+
+@pytest.mark.parametrize("must_drain", [True, False])
+def test_a_refused_bucket_is_freed_at_once(must_drain: bool) -> None:
+    """Its error leads to all that was staged, which must not wait for a search for cycles."""
+    staged: list[weakref.ref[set[int]]] = []
+
+    def take(named: Any) -> None:
+        class Staged(set[int]):
+            pass
+
+        held = Staged()
+        staged.append(weakref.ref(held))
+        raise ContentError("no")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ContentError):
+            deliver(Counting(must_drain), take)
+        assert len(staged) == 1 and staged[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_pauses_of_two_threads_end_together() -> None:
+    """The second one begins before the first one has ended, and ends after it."""
+    first, second = without_collections(), without_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
