@@ -33,7 +33,7 @@ def sequence_in(pool_index: int) -> CachedSequence:
 def operands_of(states: StateRows, sequence: CachedSequence, start: int, count: int) -> StateOperands:
     """Prepare a step of `count` tokens of `sequence`."""
     item = ExtendInput([0] * count, sequence.pool_index, start, num_logits=0)
-    batch = build_forward_batch([item], DecodeBatch().inputs, NO_SLOTS, ReqToTokenPool(4, 64, 0))
+    batch = build_forward_batch([item], DecodeBatch().inputs, NO_SLOTS, ReqToTokenPool(4, 256, 0))
     states.prepare(batch, [sequence], [])
     assert batch.states is not None
     return batch.states
@@ -95,7 +95,7 @@ def verified(states: StateRows, sequence: CachedSequence, start: int, count: int
     """Prepare a step that verifies `count` drafted tokens, and return the rows of the states after 1, 2, .. tokens."""
     assert states.reserve(sequence, count) == count
     item = ExtendInput([0] * (1 + count), sequence.pool_index, start, num_logits=1 + count)
-    batch = build_forward_batch([item], DecodeBatch().inputs, NO_SLOTS, ReqToTokenPool(4, 64, 0))
+    batch = build_forward_batch([item], DecodeBatch().inputs, NO_SLOTS, ReqToTokenPool(4, 256, 0))
     states.prepare(batch, [sequence], [], 1)
     assert batch.states is not None and batch.states.rows.tolist() == [sequence.pool_index]
     snapshots = batch.states.snapshots.tolist()
