@@ -3,8 +3,8 @@
     three calls    begin, the bucket, end: each waits for the answer to the one before
     one call       the engine gets begin and end with the bucket, and carries the three out one after the other
 
-A small refresh takes less time than the calls around it.  What is refused, and what an update leaves behind, is the
-same.  But a bucket whose begin is refused has been sent by then, and is dropped.
+A small refresh takes less time than the calls around it.  The same is refused.  But a bucket whose begin is refused has
+been sent by then, and is dropped.  An interrupt may come too late to keep the engine from its end.
 """
 
 from __future__ import annotations
