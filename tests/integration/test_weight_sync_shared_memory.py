@@ -69,7 +69,35 @@ OTHER_FILE = {"inode": 1}
 
 def mapped_by(process: int) -> int:
     """Return how many mappings of senders' memory a process has."""
-    return Path(f"/proc/{process}/maps").read_text().count("lockstep_weights")
+    return len(_mappings(process))
+
+
+def _mappings(process: int | str) -> set[str]:
+    return {line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "lockstep_weights" in line}
+
+
+def _open_files() -> set[str]:
+    """Return the files of senders' memory that this process has open, by their descriptors."""
+    files = ((link.name, os.path.realpath(link)) for link in Path("/proc/self/fd").iterdir())
+    return {f"{descriptor} {file}" for descriptor, file in files if "lockstep_weights" in file}
+
+
+class Here:
+    """The memory of senders that this process has got since then: those of earlier tests may not be collected yet."""
+
+    def __init__(self) -> None:
+        self._mapped, self._open = _mappings("self"), _open_files()
+
+    def mapped(self) -> int:
+        return len(_mappings("self") - self._mapped)
+
+    def open(self) -> int:
+        return len(_open_files() - self._open)
+
+
+@pytest.fixture
+def here() -> Here:
+    return Here()
 
 
 def refresh(sender: WeightSender, **options: Any) -> Any:
@@ -106,7 +134,7 @@ def test_an_update_of_the_caller_s_buckets_is_sent(engine: NearEngine, sender: W
     assert update.engines["engine"].transport == IN_MEMORY
 
 
-def test_memory_is_mapped_once_and_nothing_is_left_of_it(engine: NearEngine) -> None:
+def test_memory_is_mapped_once_and_nothing_is_left_of_it(engine: NearEngine, here: Here) -> None:
     """The engine keeps the sender's two areas while they are used; a larger bucket takes a new one in their place."""
     process = engine._process.pid
     sender = WeightSender(engine, timeout_s=TIMEOUT_S)
@@ -114,10 +142,10 @@ def test_memory_is_mapped_once_and_nothing_is_left_of_it(engine: NearEngine) -> 
     for bucket_bytes in (60, 60, 1 << 20, 60):
         refresh(sender, bucket_bytes=bucket_bytes)
         assert 1 <= mapped_by(process) <= MAX_MAPPED
-    assert mapped_by(os.getpid()) <= MAX_MAPPED
+    assert 1 <= here.mapped() <= MAX_MAPPED
+    assert here.open() >= 1
     sender.close()
-    assert mapped_by(process) == mapped_by(os.getpid()) == 0
-    assert not [link for link in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "lockstep_weights" in link]
+    assert mapped_by(process) == here.mapped() == here.open() == 0
 
 
 @pytest.mark.parametrize(
@@ -130,7 +158,9 @@ def test_memory_is_mapped_once_and_nothing_is_left_of_it(engine: NearEngine) -> 
         (None, "no field for it"),
     ],
 )
-def test_an_engine_elsewhere_gets_broadcasts(engine: NearEngine, control: dict[str, Any] | None, why: str) -> None:
+def test_an_engine_elsewhere_gets_broadcasts(
+    engine: NearEngine, here: Here, control: dict[str, Any] | None, why: str
+) -> None:
     reached: Any = Forwarded(engine) if control is None else Elsewhere(engine, **control)
     sender = WeightSender(reached, timeout_s=TIMEOUT_S)
     sender.connect(group_name=next(names))
@@ -138,7 +168,7 @@ def test_an_engine_elsewhere_gets_broadcasts(engine: NearEngine, control: dict[s
     assert engine.call("content") == expected
     transport = report.engines["engine"].transport
     assert transport.startswith("broadcast (") and why in transport
-    assert mapped_by(engine._process.pid) == mapped_by(os.getpid()) == 0
+    assert mapped_by(engine._process.pid) == here.mapped() == 0
     sender.close()
 
 
@@ -200,7 +230,7 @@ def test_engines_here_and_elsewhere_have_the_same_content(engine: NearEngine, ot
     sender.close()
 
 
-def test_two_engines_read_one_memory(engine: NearEngine, other: NearEngine) -> None:
+def test_two_engines_read_one_memory(engine: NearEngine, other: NearEngine, here: Here) -> None:
     for shared in (False, True):
         sender = WeightSender({"a": engine, "b": other}, timeout_s=TIMEOUT_S)
         sender.connect(group_name=next(names), shared=shared)
@@ -208,7 +238,7 @@ def test_two_engines_read_one_memory(engine: NearEngine, other: NearEngine) -> N
             expected, report = refresh(sender, bucket_bytes=60)
             assert engine.call("content") == other.call("content") == expected
             assert {report.engines[name].transport for name in "ab"} == {IN_MEMORY}
-        assert mapped_by(os.getpid()) <= MAX_MAPPED
+        assert 1 <= here.mapped() <= MAX_MAPPED
         sender.close()
 
 
