@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from rollout.core.errors import TooLarge
 from rollout.core.messages.tensor_lists import Json, decode_in_pieces
 from rollout.http.known_lists import CutBody, KnownLists, NotThere, RawLists
 from rollout.http.protocol import Body, ListsPlace
+from weight_sync.known_calls import without_collections
 
 HEAVY_BODY_BYTES = 1024 * 1024
 """Bodies over this size are parsed one at a time: parsed, they may take fifteen times their size."""
@@ -37,11 +37,8 @@ def decode(data: bytes, model: type[Body], known: KnownLists | None = None) -> t
     if len(data) <= HEAVY_BODY_BYTES:
         return _decode(data, model, known)
     _check_objects(data)
-    gc.disable()  # collections would visit a million new lists again and again, and block everything meanwhile
-    try:
+    with without_collections():  # they would block everything meanwhile
         return _decode(data, model, known)
-    finally:
-        gc.enable()
 
 
 def _decode_cut(cut: CutBody, model: type[Body]) -> tuple[Any, RawLists]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -16,6 +18,8 @@ from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 from weight_sync.errors import StagingError
+from weight_sync.known_calls import without_collections
+from weight_sync.transaction import WeightTransaction
 from weight_sync.updater import WeightUpdater
 
 
@@ -70,3 +74,27 @@ def test_the_bytes_of_a_call_are_capped(folder: Path, shared: SharedMemory, too_
     assert answer.success == (not too_few), answer.message
     assert not too_few or f"has {num_bytes} bytes of tensors; the limit is {num_bytes - 1}" in answer.message
     assert not is_there(shared)
+
+
+def test_a_failed_call_holds_no_content_until_the_next_cycle_search(
+    folder: Path, shared: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error holds frames, and these the call's content: no frame may hold the error in turn."""
+
+    errors: list[weakref.ref[StagingError]] = []
+
+    class NoRoom(StagingError):
+        def __init__(self) -> None:
+            super().__init__("there is no room")
+            errors.append(weakref.ref(self))
+
+    def fail(*_: object, **__: object) -> None:
+        raise NoRoom
+
+    engine = Harness(folder)
+    monkeypatch.setattr(WeightTransaction, "receive", fail)
+    gc.collect()
+    with without_collections():
+        answer = send(engine, shared)
+        assert not answer.success and answer.message == "there is no room"
+        assert [error() for error in errors] == [None]
