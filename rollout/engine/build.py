@@ -52,7 +52,7 @@ from rollout.memory.available import Kept, available_memory_bytes, kv_pool_token
 from rollout.memory.cache_manager import CacheManager, SequenceMemory
 from rollout.memory.device_pages import select_pages
 from rollout.memory.kv_events import KVEvents
-from rollout.memory.kv_pool import KVPool, kv_bytes_per_token, stored_dtype
+from rollout.memory.kv_pool import KVPool, kv_bytes_per_token, slot_table_bytes, stored_dtype
 from rollout.memory.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
 from rollout.memory.state_rows import StateRows
 from rollout.memory.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
@@ -318,8 +318,7 @@ def _limits(
     if device.type == "cpu":
         available //= parallel.layout.world_size // args.nnodes
     else:
-        tables = 1 if window is None else 2
-        table_bytes = tables * args.max_running_requests * context_length * torch.int64.itemsize
+        table_bytes = slot_table_bytes(args.max_running_requests, context_length, 1 if window is None else 2)
     kept = Kept(
         staging=_staging_bytes(args, model_bytes),
         activations=activations,

@@ -111,6 +111,15 @@ def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> i
     return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 
+def slot_table_bytes(max_requests: int, max_context: int, num_tables: int) -> int:
+    """Return the bytes of slot tables on a device, and the most that attention takes for the slots in them.
+
+    A table has int64 slots.  Attention takes int32 ones twice, for prompts and for captured steps: at most a row of the
+    longest context for each request.
+    """
+    return num_tables * max_requests * max_context * (torch.int64.itemsize + 2 * torch.int32.itemsize)
+
+
 _FREE, _HELD, _CACHED = 0, 1, 2  # holder of a slot: none, a request, the prefix cache
 _ONE_BYTE = (b"\0", b"\1", b"\2")  # each of them
 

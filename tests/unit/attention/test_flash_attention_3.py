@@ -20,7 +20,7 @@ from rollout.attention.flashinfer_kinds import GroupedHeads
 from rollout.attention.registry import ATTENTION_BACKENDS
 from rollout.core.messages.io_struct import GetStateReqInput
 from rollout.core.specs.layer_specs import FullKV, KVKind, LatentKV, WindowKV
-from rollout.memory.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool, slot_table_bytes
 from tests.attention_steps import AttentionSteps, LayerCase, Layout
 from tests.flash_attention_3_stand_in import FlashAttention3
 from tests.flashinfer_stand_in import stand_in
@@ -92,6 +92,21 @@ def test_what_is_handed_over(module: FlashAttention3) -> None:
         for row, (request, first, end) in zip(found, spans[left]):
             wanted = tables[request, first:end].tolist()
             assert row.tolist() == wanted + [0] * (found.shape[1] - len(wanted))
+
+
+def test_the_slots_that_attention_takes_fit_in_the_memory_kept_for_tables(module: FlashAttention3) -> None:
+    """One long prompt beside short ones has a row as long for each; captured steps keep room for the longest."""
+    steps = AttentionSteps(CASES[:1], HALF)
+    backend = backend_of(steps.pool)
+    num_rows, longest = steps.req_to_token.shape
+    rest = [(row, 0, 1) for row in range(1, num_rows)]
+    module.calls.clear()
+    steps.check(backend, Layout([(0, longest - 1, 1), *rest]))
+    captured = backend.for_graph(num_rows)
+    steps.check(captured, Layout(decodes=[(row, longest) for row in range(num_rows)]))
+    (pages,) = {call.pages.nbytes for call in module.calls}
+    kept = backend._shared.indices(None, 0).nbytes
+    assert pages + kept == slot_table_bytes(num_rows, longest, 1) - steps.req_to_token.nbytes
 
 
 def test_steps_are_planned_one_after_the_other(module: FlashAttention3) -> None:
