@@ -5,12 +5,14 @@ A box is a (start, stop) for each dimension of the whole tensor.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
 from weight_sync.errors import WeightRequestError, unquoted
 
 Box = tuple[tuple[int, int], ...]
+_KNOWN_SHAPES = 1024
 
 
 def parse_box(name: str, shape: Sequence[int], box: object) -> Box | None:
@@ -33,6 +35,11 @@ def _is_edge(edge: object) -> bool:
 
 def whole_box(shape: Sequence[int]) -> Box:
     """Return the box that is all of a tensor."""
+    return _whole_box(tuple(shape))
+
+
+@functools.lru_cache(_KNOWN_SHAPES)  # a model of 69,000 tensors has a dozen shapes
+def _whole_box(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 

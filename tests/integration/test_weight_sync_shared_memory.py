@@ -83,7 +83,7 @@ def _open_files() -> set[str]:
 
 
 class Here:
-    """The memory of senders that this process has got since then: those of earlier tests may not be collected yet."""
+    """The memory of senders that came since this was made.  Senders of earlier tests may not be collected yet."""
 
     def __init__(self) -> None:
         self._mapped, self._open = _mappings("self"), _open_files()

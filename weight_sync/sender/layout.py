@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weight_sync.boxes import index_of
 from weight_sync.bucket import PackPlan, cut_pieces, end_to_end
 from weight_sync.fingerprint_batch import FingerprintPlan, Form
 from weight_sync.fused_experts import is_fused
@@ -234,7 +235,7 @@ class SharedBucket:
             join.plan.pack([blocks[number] for number in join.blocks], flat[join.start : join.stop].view(self._word))
         for number, start, meta, share in self._boxes:
             whole = flat[start : start + meta.nbytes].view(meta.dtype).view(share.sizes)
-            target = whole[share.index]
+            target = whole[index_of(share.box)]
             target.copy_(blocks[number].view(meta.dtype).view(target.shape))
         return iter(flat.split(self.piece_sizes))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,8 +21,7 @@ from weight_sync.tensor_meta import TensorMeta
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The `box` that one rank brings of a part with `sizes`: in the dimensions that are sent, and each of length 1
     that an index of the source leaves out.
 
@@ -35,17 +33,14 @@ class Share:
     box: Box
     sizes: tuple[int, ...]
 
-    @functools.cached_property
+    @property
     def meta(self) -> TensorMeta:
         """Describe the box as a tensor of its own."""
-        return TensorMeta(self.part.meta.name, self.part.meta.dtype, size_of(self.box))
+        of_part, sizes = self.part.meta, size_of(self.box)
+        is_part = of_part.box is None and of_part.shape == sizes
+        return of_part if is_part else TensorMeta(of_part.name, of_part.dtype, sizes)
 
     @property
-    def index(self) -> tuple[slice, ...]:
-        """The box as an index into the part."""
-        return tuple(slice(start, stop) for start, stop in self.box)
-
-    @functools.cached_property
     def offset(self) -> int | None:
         """The first element in the flat part; None if the box is not one run there."""
         return flat_offset(self.box, self.sizes)
@@ -86,7 +81,7 @@ class Shares:
         part = share.part
         number = self._numbers[part.source]
         here = self._here[number]
-        index, start = (slice(None),) * here.dim(), 0 if here.is_contiguous() else None
+        index, start = _everything(here.dim()), 0 if here.is_contiguous() else None
         if not _is_whole(part):
             index = self._index(share)
             is_run = start == 0 and not part.piece.transposed and all(_is_dense(each) for each in index)
@@ -124,6 +119,11 @@ class Shares:
 
     def _picks(self, part: Part) -> Picks:
         return picks_of(part.piece, tuple(self._plan.sources[part.source].shape))
+
+
+@functools.lru_cache  # one for all tensors of a plan, not one each
+def _everything(num_dims: int) -> tuple[slice, ...]:
+    return (slice(None),) * num_dims
 
 
 def _is_whole(part: Part) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weight_sync.boxes import index_of
 from weight_sync.fingerprint import fingerprint_slice, word_factors
 from weight_sync.fingerprint_words import UNSIGNED
 from weight_sync.sender.shares import Share
@@ -33,7 +34,7 @@ class SlicePrints:
                 continue
             form = share.meta.dtype, share.sizes, share.box
             if form not in self._forms:
-                self._forms[form] = share, word_factors(share.sizes, share.index), []
+                self._forms[form] = share, word_factors(share.sizes, index_of(share.box)), []
             self._forms[form][2].append(number)
 
     def values(self, views: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -41,7 +42,7 @@ class SlicePrints:
         found = {}
         for number, share in self._alone:
             content = views[number].to(share.meta.dtype).view(share.meta.shape)
-            found[number] = fingerprint_slice(content, share.sizes, share.index)
+            found[number] = fingerprint_slice(content, share.sizes, index_of(share.box))
         for share, factors, numbers in self._forms.values():
             step = max(_WORDS // len(factors), 1)
             for first in range(0, len(numbers), step):

@@ -95,7 +95,7 @@ def test_what_is_handed_over(module: FlashAttention3) -> None:
 
 
 def test_the_slots_that_attention_takes_fit_in_the_memory_kept_for_tables(module: FlashAttention3) -> None:
-    """One long prompt beside short ones has a row as long for each; captured steps keep room for the longest."""
+    """A step has one long prompt and short ones: each takes a row of the longest.  Captured steps keep as much."""
     steps = AttentionSteps(CASES[:1], HALF)
     backend = backend_of(steps.pool)
     num_rows, longest = steps.req_to_token.shape
