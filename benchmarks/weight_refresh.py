@@ -1,6 +1,6 @@
 """The cost of a weight refresh to a server, mode by mode, next to what the machine allows.
 
-    tokens       a second, while buckets come and undisturbed, with the same requests running
+    tokens       a second, during a refresh and undisturbed, with the same requests running
     stall        of the step that commits, next to a memory copy of as many bytes
     refresh      from the sender's call to the last engine's answer, next to a gloo broadcast of the same bytes between
                  two bare processes; through shared memory and by broadcast; with no request running, and with as many
@@ -234,7 +234,7 @@ def _by_delta(http: httpx.Client, plan: Plan, rounds: int) -> list[DeltaRefresh]
 
 @dataclass(frozen=True)
 class Refreshed:
-    """A refresh.  `tokens_s`: tokens a second from the call until the last bucket is there; 0 if not counted."""
+    """A refresh.  `tokens_s`: tokens a second from the call to its end; 0 if not counted."""
 
     seconds: float
     stall_s: float
@@ -257,18 +257,9 @@ class _Trainer:
 
     def refresh(self, *, stated: bool, count_tokens: bool = False) -> Refreshed:
         """Refresh the server.  `stated`: with a manifest of fingerprints, computed here and checked there."""
-        tokens, since = self._num_generated(), time.perf_counter()
-        rate = 0.0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal rate
-            if count_tokens and done == total:
-                rate = (self._num_generated() - tokens) / (time.perf_counter() - since)
-
-        counting = progress if count_tokens else None  # with it a refresh of one bucket is three calls
-        report = self._sender.refresh(
-            self._plan.source, bucket_bytes=BUCKET_BYTES, with_manifest=stated, progress=counting
-        )
+        tokens, since = self._num_generated() if count_tokens else 0, time.perf_counter()
+        report = self._sender.refresh(self._plan.source, bucket_bytes=BUCKET_BYTES, with_manifest=stated)
+        rate = (self._num_generated() - tokens) / (time.perf_counter() - since) if count_tokens else 0.0
         (engine,) = report.engines.values()
         assert engine.stall_seconds is not None, "the engine has committed"
         return Refreshed(report.seconds, engine.stall_seconds, rate)
@@ -370,7 +361,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
     rates = {name: row["num_bytes"] / row[f"{name}_s"] / 1e9 for name in RATES}
     console.print("GB/s: " + ", ".join(f"{RATES[name]} {rate:.2f}" for name, rate in rates.items()))
     console.print(
-        "staged: share of the tokens a second while buckets come; bare: a broadcast; refreshes of an idle server "
+        "staged: share of the tokens a second during a refresh; bare: a broadcast; refreshes of an idle server "
         "through shared memory, by broadcast, stated (with fingerprints), and of a busy one. "
         f"Bounds: {100 * SHARE_WHILE_STAGING:.0f} % of the tokens, {STALL_FACTOR}x a copy, {factor}x a bare "
         f"broadcast, {BUSY_FACTOR}x idle, the memory formula within {100 * MEMORY_TOLERANCE:.0f} %.",
