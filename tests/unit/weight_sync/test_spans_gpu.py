@@ -164,7 +164,8 @@ def folded(module: ModuleType = spans_gpu) -> None:
     bucket, moves, storage = a_bucket()
     live, wanted = random_bytes(storage.numel(), 3), random_bytes(storage.numel(), 3)
     kept = module.GpuSpans(bucket.source, torch.tensor(bucket.tensors), torch.tensor(moves), [live])
-    kept.take(bucket.source, [torch.zeros_like(live)], live=[torch.zeros_like(live)])
+    others = torch.zeros_like(live), torch.zeros_like(live)  # kept, as a wrong kernel may write there once more
+    kept.take(bucket.source, [others[0]], live=[others[1]])
     assert_found(taken(take_spans_plainly, bucket.source, bucket.tensors, moves, [wanted]), bucket)
     (shadow, area), before = guarded(torch.zeros_like(live)), live.clone()
     for _ in range(2):
