@@ -66,6 +66,17 @@ def check_in(store: dist.Store, args: ServerArgs, rank: int, grammars: str | Non
     """
     if args.nnodes == 1:
         return
+    try:
+        _compare(store, args, rank, grammars)
+    except dist.DistNetworkError:
+        raise StartupError(
+            f"machine 0 ended while machine {args.node_rank} waited for all of them "
+            f"(--dist-init-addr {args.dist_init_addr}): its output says why"
+        ) from None
+
+
+def _compare(store: dist.Store, args: ServerArgs, rank: int, grammars: str | None) -> None:
+    """Raise `StartupError` as `check_in`, and `DistNetworkError` if the store's owner is gone."""
     if store.add(f"rank {rank}", 1) > 1:
         raise StartupError(f"rank {rank} is there already: give every machine a --node-rank of its own")
     mine = {name: value for name, value in args.public_dict().items() if name not in _OWN_SETTINGS}
@@ -73,6 +84,8 @@ def check_in(store: dist.Store, args: ServerArgs, rank: int, grammars: str | Non
     for machine in range(args.nnodes):
         try:
             stated = json.loads(store.get(f"settings of machine {machine}"))
+        except dist.DistNetworkError:
+            raise
         except RuntimeError:
             waited = f"machine {machine} of {args.nnodes} did not come within {JOIN_TIMEOUT_S:g} s"
             raise StartupError(f"{waited} (--dist-init-addr {args.dist_init_addr})") from None
@@ -81,8 +94,11 @@ def check_in(store: dist.Store, args: ServerArgs, rank: int, grammars: str | Non
             name = item.name
             if name in mine and theirs.get(name) != mine[name]:
                 flag = "--" + name.replace("_", "-")
+                mine_is, theirs_is = (
+                    "not given" if value is None else value for value in (mine[name], theirs.get(name))
+                )
                 raise StartupError(
-                    f"{flag} is {mine[name]} on machine {args.node_rank} and {theirs.get(name)} on machine {machine}: "
+                    f"{flag} is {mine_is} on machine {args.node_rank} and {theirs_is} on machine {machine}: "
                     "start all machines of an engine alike"
                 )
         if stated["grammars"] != grammars:

@@ -157,8 +157,7 @@ class PlainProtocol(H11Protocol):
         if self._missing:
             self._take_body(data)
         elif isinstance(self.cycle, _OWN) and not self.cycle.response_complete:
-            self._held += data
-            self.flow.pause_reading()
+            self._hold(data)
         else:
             super().data_received(data)
 
@@ -259,9 +258,13 @@ class PlainProtocol(H11Protocol):
         if rest and cycle.response_complete:
             self.data_received(rest)
         elif rest:
-            self._held = rest
-            if not isinstance(cycle, ShortCycle):  # nothing else would tell it that its client goes away
-                self.flow.pause_reading()
+            self._hold(rest)
+
+    def _hold(self, data: bytes) -> None:
+        """Keep what came behind a request.  Go on reading while it is little: else nobody would see the client go."""
+        self._held += data
+        if len(self._held) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
 
     def _unset_keepalive_if_required(self) -> None:
         """Note that the client is not idle.  The timer runs on: setting one anew takes a twentieth of a request."""

@@ -278,6 +278,31 @@ def test_a_client_that_leaves_after_a_long_body_is_noticed() -> None:
     assert isinstance(seen[-1], ClientGone)
 
 
+@pytest.mark.parametrize("writes", [[2], [1, 1], [1, 1, 1]])
+def test_a_client_that_leaves_behind_more_requests_is_noticed(writes: list[int]) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append("began")
+        try:
+            await until_disconnect(scope, receive, asyncio.get_running_loop().create_future())
+        except ClientGone as error:
+            seen.append(error)
+
+    async def run() -> None:
+        async with serving(app) as address:
+            _, writer = await asyncio.open_connection(*address)
+            for count in writes:
+                writer.write((POST + LIST) * count)
+                await until(lambda: seen == ["began"])
+                await asyncio.sleep(0.05)
+            writer.close()
+            await until(lambda: len(seen) == 2)
+
+    asyncio.run(run())
+    assert isinstance(seen[-1], ClientGone)
+
+
 def test_a_client_that_left_before_the_work_ends_the_work_that_waits() -> None:
     seen: list[Any] = []
 

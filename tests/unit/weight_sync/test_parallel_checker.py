@@ -21,6 +21,7 @@ from rollout.core.messages.weights import (
     WeightsCheckerReqInput,
 )
 from rollout.kernels.places import ShardPlace, ViewPlace
+from rollout.kernels.slot_places import SlotPlace
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
@@ -146,16 +147,16 @@ def test_w06_a_refresh_that_misses_a_place_is_found(folder: Path, layout: str, m
         name = replicated(engine) if layout == "ep" else EXPERT
         missed = places(engine, 1, name)[0]
         missed_at = missed.read().data_ptr()
-        write, moves = ViewPlace.write, ViewPlace.moves
+        write, moves = ViewPlace.write, SlotPlace.moves
 
         def forgets(place: ViewPlace, source: torch.Tensor) -> None:
             if place.read().data_ptr() != missed_at:
                 write(place, source)
 
-        def planned_elsewhere(place: ViewPlace, *of: Any) -> Any:
+        def planned_elsewhere(place: SlotPlace, *of: Any) -> Any:
             return None if place.read().data_ptr() == missed_at else moves(place, *of)
 
-        monkeypatch.setattr(ViewPlace, "moves", planned_elsewhere)  # so that this place is written by `write`
+        monkeypatch.setattr(SlotPlace, "moves", planned_elsewhere)  # so that this place is written by `write`
         for is_wrong in (True, False):
             assert check(engine, "reset_tensors").success
             assert engine.control(BeginWeightUpdateReqInput, weight_version="v1").success
