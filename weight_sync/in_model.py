@@ -4,7 +4,7 @@ No step may run from the first write to the end of the transaction.  A planned b
 whole, and then written.
 
     JournalStaging    the old content of a storage goes to a file before it is first written to; `undo` writes it back
-    InPlaceStaging    nothing is kept; `undo` after a write raises
+    InPlaceStaging    nothing is kept; `undo` raises once a write has begun, of a tensor or of a part of one
 
     ApartStaging      the same ways into storages that nothing reads before the commit: steps run on
 """
@@ -44,7 +44,7 @@ class _InModelStaging(QueuedStaging, DirectSink):
         storages, source = [bytes_of(storage) for storage in plan.storages], self._spans.bring(content)
         self._spans.find(lambda: plan.take(source, storages, writes=False), accept)
         self._begin()
-        self._before(plan.storages, plan.names)
+        self._before(plan.storages, plan.all_names)
         self._queue.put(functools.partial(plan.take, source, storages, checks=False))
 
     def read(self, name: str) -> Sequence[Part]:
@@ -67,31 +67,35 @@ class _InModelStaging(QueuedStaging, DirectSink):
             self._is_begun = True
 
     def _before(self, storages: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Prepare for writes of these tensors into these storages."""
+        """Prepare for writes of these tensors, or of parts of them, into these storages."""
 
 
 class InPlaceStaging(_InModelStaging):
-    """Writes straight through."""
+    """Writes straight through.
+
+    A write counts from its beginning, of a whole tensor or of a part.  It counts also on a rank that holds none of what
+    came: the other ranks have overwritten theirs.
+    """
 
     num_bytes = 0
 
-    _num_written = 0
+    _has_written = False
 
     @property
     def dirty(self) -> bool:
-        return self._num_written > 0
+        return self._has_written
 
     def undo(self) -> None:
-        if self._num_written:
-            raise StagingError(f"{self._num_written} tensors were overwritten in place")
+        if self._has_written:
+            raise StagingError("tensors were overwritten in place")
         self.close()
 
     def close(self) -> None:
         super().close()
-        self._num_written = 0
+        self._has_written = False
 
     def _before(self, storages: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        self._num_written += len(names)
+        self._has_written |= bool(storages or names)
 
 
 class Apart(NamedTuple):

@@ -72,6 +72,8 @@ class WeightUpdate:
     that sends no begin and no end, after `pause` pauses.  `prepared_s`, `receiving_s`: see `EndedUpdate`.
     `takes_first`: tensors of the first target come; False: it stays as it is, and only the label may change.
     `counts_tensors`: it was not announced as a part of the tensors, so if not all came, its label states how many.
+    `has_begun_to_receive`: a call that brings tensors was begun.  All ranks carry out the same calls, so it is the same
+    on all of them, whatever each call brings to a rank.
     """
 
     target: UpdateTarget
@@ -87,6 +89,7 @@ class WeightUpdate:
     beside: Sequence[Beside] = ()
     sorter: Sorter | None = None
     receiving_s: float = field(default=0.0, init=False)
+    has_begun_to_receive: bool = field(default=False, init=False)
 
     @property
     def targets(self) -> list[UpdateTarget]:
@@ -153,6 +156,7 @@ class WeightUpdate:
         `WeightTransaction.receive` raise.
         """
         start, transaction = time.perf_counter(), self.transaction
+        self.has_begun_to_receive = True
         wrong: WeightSyncError | None = None
         if pace is not None:
             pace(0.0)
@@ -277,6 +281,15 @@ class WeightUpdate:
             transaction.close()
 
     # --- its state -----------------------------------------------------------------------------------------------
+
+    @property
+    def may_have_written(self) -> bool:
+        """True if a bucket may have been written on any rank, and was not taken back.
+
+        Counts of tensors do not tell: a part is written before its tensor counts, and perhaps on other ranks alone.
+        """
+        is_live = self.transaction.state in (TransactionState.OPEN, TransactionState.VERIFIED)
+        return is_live and self.has_begun_to_receive
 
     @property
     def outcome(self) -> Outcome:

@@ -294,12 +294,12 @@ class WeightUpdater:
 
     @property
     def is_dirty(self) -> bool:
-        """True if the model holds anything of the open update, on this rank or another: nothing may be sampled."""
-        if self.update is None:
-            return False
-        transaction = self.update.transaction
-        is_live = transaction.state in (TransactionState.OPEN, TransactionState.VERIFIED)
-        return transaction.dirty or (self.holds_steps and is_live and self.update.num_received > 0)
+        """True if the model may hold anything of the open update, on any rank: nothing may be sampled.
+
+        Between two verbs it is the same on all ranks, by `has_begun_to_receive`.
+        """
+        update = self.update
+        return update is not None and (update.transaction.dirty or (self.holds_steps and update.may_have_written))
 
     def status(self) -> dict[str, Any]:
         """Return the open update, its lease, the mode, and the last that failed; None for what there is not."""

@@ -14,12 +14,23 @@ from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, NORM, E, F
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, new_updater
 from weight_sync import plan as plan_module
 from weight_sync.boxes import Box, first_gap, index_of, overlapping, parse_box, size_of, whole_box
-from weight_sync.errors import ContentError, CoverageError, DtypeMismatchError, WeightRequestError, WeightSyncError
+from weight_sync.errors import (
+    CommitError,
+    ContentError,
+    CoverageError,
+    DtypeMismatchError,
+    StagingError,
+    WeightRequestError,
+    WeightSyncError,
+)
 from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice
 from weight_sync.held_format import INT8_BLOCKS
+from weight_sync.in_model import InPlaceStaging
 from weight_sync.int8_blocks import held_values
+from weight_sync.plan import BucketPlan
 from weight_sync.shadow import ShadowStaging
 from weight_sync.tensor_meta import Piece, TensorMeta, parse_metas
+from weight_sync.unnamed_file import UnnamedFile
 
 Part = tuple[TensorMeta, torch.Tensor]
 HALF = ((0, 3), (0, 4))
@@ -72,6 +83,11 @@ def manifest(tensors: dict[str, torch.Tensor]) -> list[tuple[TensorMeta, int]]:
 def journal_updater(weights: FakeWeights) -> LoopbackUpdater:
     """Return an updater that takes tensors one by one: each must be whole before it is written."""
     return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging="journal")
+
+
+def in_place_updater(vote: Any = lambda mine: mine) -> LoopbackUpdater:
+    made = {"device": "cpu", "timeout_s": 1.0, "vote": lambda mine: mine, "commit_vote": vote}
+    return LoopbackUpdater(FakeWeights(), staging="in_place", **made)  # type: ignore[arg-type]
 
 
 NEW = pytest.mark.parametrize("new", [new_updater, journal_updater])
@@ -203,6 +219,84 @@ def test_status_counts_a_tensor_once_all_of_it_came() -> None:
     assert updater.status()["received"] == 1
     (staged,) = updater.staged(EMBED) or ()
     assert torch.equal(staged.content, embed)
+
+
+# --- boxes that are written as they come ------------------------------------------------------------------------------
+
+
+def end_boxes(end: str) -> LoopbackUpdater:
+    """Send half of the embedding alone in place, check that steps are held, and end the update."""
+    updater = in_place_updater(vote=lambda mine: end != "vote")
+    before = updater.weights.snapshot()  # type: ignore[attr-defined]
+    updater.begin("v1", "partial", lease_s=100.0)
+    assert not updater.is_dirty
+    send(updater, [part(EMBED, EMBEDDING, HALF)])
+    assert updater.status()["received"] == 0 and updater.weights.snapshot() != before  # type: ignore[attr-defined]
+    assert updater.is_dirty
+    if end == "abort":
+        updater.abort()
+    elif end == "lost":
+        assert updater.update is not None
+        updater.update.lease.deadline = 0.0
+        assert updater.expire()
+    elif end == "refused":
+        with pytest.raises(WeightSyncError):
+            send(updater, [part("ghost", EMBEDDING, HALF)])
+    elif end == "elsewhere":
+        updater.fail("rank 1: the peer is gone")
+    elif end == "gap":
+        with pytest.raises(CoverageError):
+            updater.verify()
+    else:
+        send(updater, [part(EMBED, EMBEDDING, ((3, 6), (0, 4)))])
+        updater.verify()
+        assert updater.is_dirty
+        with pytest.raises(CommitError) as caught:
+            updater.commit()
+        assert not caught.value.restored and "the old weights were restored" not in str(caught.value)
+    return updater
+
+
+ENDS = ("abort", "lost", "refused", "elsewhere", "gap", "vote")
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_boxes_in_place_that_are_not_committed_leave_torn_weights(end: str) -> None:
+    updater = end_boxes(end)
+    assert updater.torn is not None and "could NOT be restored" in updater.torn and not updater.is_dirty
+
+
+def test_a_box_that_is_refused_at_first_tears_nothing() -> None:
+    updater = in_place_updater()
+    before = updater.weights.snapshot()  # type: ignore[attr-defined]
+    updater.begin("v1")
+    with pytest.raises(ContentError):
+        send(updater, [part(EMBED, torch.full_like(EMBEDDING, float("nan")), HALF)])
+    assert updater.torn is None and updater.weights.snapshot() == before  # type: ignore[attr-defined]
+
+
+def names_alone(self: Any, storages: Any, names: Sequence[str]) -> None:
+    """Note a write if a whole tensor is written: wrong."""
+    self._has_written |= bool(names)
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("end", ENDS)
+def test_a_staging_that_goes_by_whole_tensors_is_noticed(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InPlaceStaging, "_before", names_alone)
+    monkeypatch.setattr(BucketPlan, "all_names", property(lambda self: self.names))
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test_boxes_in_place_that_are_not_committed_leave_torn_weights(end)
+
+
+def test_a_full_disk_names_the_tensor_of_a_box() -> None:
+    weights = FakeWeights()
+    updater, before = journal_updater(weights), weights.snapshot()
+    updater.begin("v1")
+    full = mock.patch.object(UnnamedFile, "append", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(StagingError, match=f"the storage of {EMBED} .* cannot be written to the journal"):
+        send(updater, [part(EMBED, EMBEDDING, HALF)])
+    assert weights.snapshot() == before and updater.torn is None
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
