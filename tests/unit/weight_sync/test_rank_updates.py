@@ -96,6 +96,26 @@ def test_only_a_device_without_a_kernel_takes_whole_tensors(
     assert all(run_ranks(layout_of(EP2), work))
 
 
+def test_a_box_for_one_rank_alone_holds_the_steps_of_both(folders: tuple[Path, Path]) -> None:
+    """One rank was sent nothing, and the other a part of a tensor: no tensor counts as received on either."""
+    new = version(folders[1])
+
+    def work(parallel: Parallel) -> tuple[bool, int, bool, bool]:
+        rank = RankUpdater(parallel, engine(folders[0], parallel), "in_place")
+        boxes = [item for item in own(rank.stated(new), rank.rank, new) if item[0].box]
+        rank.begin(new)
+        before = rank.updater.is_dirty
+        rank.receive(boxes[:1] if rank.rank == 1 else [])
+        assert rank.updater.update is not None
+        is_dirty = rank.updater.is_dirty
+        is_written = rank.updater.update.transaction.dirty
+        rank.verb(rank.updater.abort)
+        assert not rank.updater.is_dirty and (rank.updater.torn is not None) == is_written
+        return before, rank.rank, is_dirty, is_written
+
+    assert run_ranks(layout_of(TP2), work) == [(False, 0, True, False), (False, 1, True, True)]
+
+
 def test_a_rebalance_in_between_makes_other_parts(folders: tuple[Path, Path]) -> None:
     """Parts of the map before are refused, parts of the map in force are taken."""
     old, new = version(folders[0]), version(folders[1])

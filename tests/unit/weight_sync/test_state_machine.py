@@ -121,6 +121,32 @@ class Refreshes(RuleBasedStateMachine):
             return
         self.send_and_note(named)
 
+    @precondition(lambda self: self.unsent and not self.refused and not self.verified)
+    @rule(pick=st.integers(0, 20), ends_between=st.booleans())
+    def send_in_boxes(self, pick: int, ends_between: bool) -> None:
+        """Send a tensor in two calls, a half of its rows by each; the update may be aborted between them."""
+        assert self.unsent
+        tensors = {name: self.all[name] for name in self.unsent if name not in (EMBED, LM_HEAD, GATE_UP, DOWN)}
+        names = [name for name, tensor in tensors.items() if tensor.shape[0] > 1]
+        if not names:
+            return
+        name = names[pick % len(names)]
+        middle, tensor = tensors[name].shape[0] // 2, tensors[name]
+        for first, last in ((0, middle), (middle, tensor.shape[0])):
+            box = ((first, last), *((0, size) for size in tensor.shape[1:]))
+            meta = TensorMeta(name, tensor.dtype, tuple(tensor.shape), box)
+            self.updater.receive(LoopbackSource([(name, tensor[first:last])], metas=[meta]), None, self.own)
+            self.updater.renew_lease()
+            self.renewed, self.written = self.now, True
+            if first == 0:
+                self.one_committed_version_serves()
+            if first == 0 and ends_between:
+                self.updater.abort(self.own)
+                self.fail()
+                self.close()
+                return
+        del self.unsent[name]
+
     @precondition(lambda self: self.unsent is not None and not self.refused and not self.verified)
     @rule(
         fault=st.sampled_from(("unknown", "shape", "dtype", "again", "version", "transport", "write")),
@@ -389,6 +415,14 @@ class LetsStepsRun(LoopbackUpdater):
     is_dirty = False  # type: ignore[assignment]
 
 
+class GoesByWholeTensors(LoopbackUpdater):
+    """Wrong: steps are held once a tensor is whole."""
+
+    @property
+    def is_dirty(self) -> bool:
+        return self.holds_steps and self.update is not None and self.update.num_received > 0
+
+
 class NeverExpires(LoopbackUpdater):
     """Wrong: a trainer that died blocks the next one."""
 
@@ -455,7 +489,7 @@ class SkipsCoverage(LoopbackUpdater):
 
 
 WRONG = (
-    *(ForgetsToRestore, ForgetsToTell, LetsStepsRun, NeverExpires, NeverRenews),
+    *(ForgetsToRestore, ForgetsToTell, LetsStepsRun, GoesByWholeTensors, NeverExpires, NeverRenews),
     *(WritesOnReceive, ForgivesBuckets, TakesEveryCall, SkipsContentCheck, SkipsCoverage),
 )
 QUICK = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
