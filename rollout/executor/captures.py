@@ -34,7 +34,11 @@ Between = Callable[[Work], None]
 
 
 class GraphPool(Protocol):
-    """Recordings that share the memory of their intermediate results: one is played at a time."""
+    """Recordings that share the memory of their intermediate results: one is played at a time.
+
+    A recording frees its memory with the last reference to it.  So no reference cycle may hold it: a worker rarely
+    searches for cycles.
+    """
 
     def capture(self, run: Callable[[], None]) -> Replay:
         """Record the kernels that `run` launches.  The returned function launches them again, on the same memory.

@@ -55,9 +55,11 @@ class CudaGraphPool:
             graph.capture_end()
         plays.append(graph.replay)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        in_order = tuple(plays)
+        plays.clear()  # `between` holds the list: work that holds `between` would keep the graphs in a cycle
 
         def replay() -> None:
-            for play in plays:
+            for play in in_order:
                 play()
 
         return replay

@@ -150,15 +150,15 @@ class _CutAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size, num_heads, _ = q.shape
-        buffers = self._buffers
+        inner, buffers = self._inner, self._buffers
         queries = buffers.queries(q.shape[1:])[:size]
         attended = buffers.attended(num_heads * self.kv.v[layer].shape[2])[:size]
         queries.copy_(q)
 
-        def attend_to_the_step() -> None:
+        def attend_to_the_step() -> None:  # it must not hold `self`, whose `_between` may hold the recording
             count = buffers.count
             if count:  # none while a step is captured, and on a rank without tokens
-                rows = self._inner.attend(layer, queries[:count], scale, window, sinks)
+                rows = inner.attend(layer, queries[:count], scale, window, sinks)
                 attended[:count].copy_(rows)
 
         self._between(attend_to_the_step)
