@@ -12,6 +12,9 @@ in every step, chunk and batch: states are kept in float32, as they are in regis
 The package `fla-core` has the recurrence, too (`fused_recurrent_gated_delta_rule`), without rows by number, snapshots
 and the convolution's inputs.  Its form for prompts by chunks has other sums where a chunk begins elsewhere.
 
+The numbers of sequences and snapshots are arguments at run time: steps with a prompt have ever new ones, and a constant
+of a kernel makes a kernel of each of its values.
+
 Shapes: T tokens, N sequences, M snapshots, R rows of the pools, Hk key heads, H value heads, dk and dv sizes of their
 keys and values, C = 2 Hk dk + H dv channels of the convolution over w tokens.
 """
@@ -36,10 +39,10 @@ _SNAPSHOTS = (16, 256, 4096)  # sizes of the vectors that hold a step's snapshot
 
 
 @triton.jit
-def first_token(query_lens, n, N: tl.constexpr, BLOCK: tl.constexpr):
+def first_token(query_lens, n, num_sequences, BLOCK: tl.constexpr):
     """Return the number of tokens before sequence n."""
     at = tl.arange(0, BLOCK)
-    return tl.sum(tl.load(query_lens + at, mask=(at < n) & (at < N), other=0), 0)
+    return tl.sum(tl.load(query_lens + at, mask=(at < n) & (at < num_sequences), other=0), 0)
 
 
 @triton.jit
@@ -61,7 +64,7 @@ def input_of(projected, stride, conv_pool, source, start, position, channel, ins
     return tl.where(is_new, new, old)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def convolve_kernel(
     projected,
     conv_weight,
@@ -70,10 +73,9 @@ def convolve_kernel(
     sources,
     out,
     stride,
-    N: tl.constexpr,
+    num_sequences,
     C: tl.constexpr,
     TAPS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -82,9 +84,9 @@ def convolve_kernel(
     n = tl.program_id(0)
     channel = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < C
-    start, length = first_token(query_lens, n, N, BLOCK_N), tl.load(query_lens + n)
+    start, length = first_token(query_lens, n, num_sequences, BLOCK_N), tl.load(query_lens + n)
     source = tl.load(sources + n)
-    for t in range(tl.program_id(1), length, PARTS):
+    for t in range(tl.program_id(1), length, tl.num_programs(1)):
         total = tl.zeros((BLOCK_C,), tl.float32)
         for tap in tl.static_range(TAPS):
             position = t - (TAPS - 1) + tap
@@ -96,7 +98,7 @@ def convolve_kernel(
         tl.store(out + (start + t) * C + channel, total.to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def keep_inputs_kernel(
     projected,
     conv_pool,
@@ -105,7 +107,7 @@ def keep_inputs_kernel(
     sources,
     snapshots,
     stride,
-    N: tl.constexpr,
+    num_sequences,
     C: tl.constexpr,
     TAPS: tl.constexpr,
     OF_SNAPSHOTS: tl.constexpr,
@@ -122,7 +124,7 @@ def keep_inputs_kernel(
         done, to = tl.load(query_lens + n), tl.load(rows + n)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (channel < C) & is_row(n, channel) & is_row(to, channel)
-    start, source = first_token(query_lens, n, N, BLOCK_N), tl.load(sources + tl.maximum(n, 0))
+    start, source = first_token(query_lens, n, num_sequences, BLOCK_N), tl.load(sources + tl.maximum(n, 0))
     # In ascending order: an old input moves to a place that was read before.
     for tap in tl.static_range(TAPS - 1):
         position = done - (TAPS - 1) + tap
@@ -136,7 +138,7 @@ def unit(x):
     return x * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 0) + 1e-6))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_snapshots"])
 def recur_kernel(
     projected,
     convolved,
@@ -149,8 +151,9 @@ def recur_kernel(
     snapshots,
     out,
     stride,
-    N: tl.constexpr,
-    M: tl.constexpr,
+    num_sequences,
+    num_snapshots,
+    HAS_SNAPSHOTS: tl.constexpr,
     HK: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
@@ -165,13 +168,13 @@ def recur_kernel(
     C: tl.constexpr = 2 * HK * DK + H * DV
     n, head = tl.program_id(0), tl.program_id(1)
     k, v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    start, length = first_token(query_lens, n, N, BLOCK_N), tl.load(query_lens + n)
+    start, length = first_token(query_lens, n, num_sequences, BLOCK_N), tl.load(query_lens + n)
     source, end = tl.load(sources + n), tl.load(rows + n)
     place = head * DK * DV + k[:, None] * DV + v[None, :]
     inside = (k < DK)[:, None] & (v < DV)[None, :]
     state = tl.load(state_pool + source * H * DK * DV + place, mask=inside & is_row(source, place), other=0.0)
     snapshot = tl.arange(0, BLOCK_M)
-    is_mine = snapshot < M
+    is_mine = snapshot < num_snapshots
     is_mine &= tl.load(snapshots + 3 * snapshot, mask=is_mine, other=-1) == n
     copy_after = tl.load(snapshots + 3 * snapshot + 1, mask=is_mine, other=-1)
     copy_to = tl.load(snapshots + 3 * snapshot + 2, mask=is_mine, other=-1)
@@ -195,7 +198,7 @@ def recur_kernel(
         state += key[:, None] * change[None, :]
         read = tl.sum(state * query[:, None], 0)
         tl.store(out + (token * H + head) * DV + v, read.to(dtype), mask=v < DV)
-        if M > 0:
+        if HAS_SNAPSHOTS:
             to = tl.max(tl.where(copy_after == t + 1, copy_to, -1), 0)
             tl.store(state_pool + to * H * DK * DV + place, state, mask=inside & is_row(to, place))
     tl.store(state_pool + end * H * DK * DV + place, state, mask=inside & is_row(end, place))
@@ -256,7 +259,7 @@ def gated_delta(
     stride, blocks = projected.stride(0), triton.cdiv(channels, _CHANNELS)
     # With many sequences one program of each is enough to fill the device.
     parts = 1 if num_tokens == count else triton.cdiv(num_tokens, _TOKENS * count)
-    sizes: dict[str, Any] = {"N": count, "C": channels, "TAPS": taps, "BLOCK_C": _CHANNELS, "BLOCK_N": _vector(count)}
+    sizes: dict[str, Any] = {"C": channels, "TAPS": taps, "BLOCK_C": _CHANNELS, "BLOCK_N": _vector(count)}
     no_fusion: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
     convolve_kernel[(count, parts, blocks)](
         projected,
@@ -266,7 +269,7 @@ def gated_delta(
         sources,
         convolved,
         stride,
-        PARTS=parts,
+        count,
         **sizes,
         **no_fusion,
         **launch_options(projected),
@@ -279,6 +282,7 @@ def gated_delta(
                 conv_pool,
                 *tables,
                 stride,
+                count,
                 OF_SNAPSHOTS=of_snapshots,
                 **sizes,
                 **no_fusion,
@@ -296,8 +300,9 @@ def gated_delta(
         snapshots,
         out,
         stride,
-        N=count,
-        M=copies,
+        count,
+        copies,
+        HAS_SNAPSHOTS=copies > 0,
         HK=(channels - heads * value_dim) // (2 * key_dim),
         H=heads,
         DK=key_dim,
@@ -337,13 +342,14 @@ def compile_cases() -> list[tuple[Any, ...]]:
     floats = ("projected", "conv_weight", "conv_pool", "convolved", "a_log", "dt_bias", "norm_weight", "out")
     known = dict.fromkeys(floats, "*bf16") | {"state_pool": "*fp32", "stride": "i32", "eps": "fp32"}
     known |= dict.fromkeys(("query_lens", "rows", "sources", "snapshots"), "*i64")
+    known |= dict.fromkeys(("num_sequences", "num_snapshots"), "i32")
     channels = 2 * 16 * 128 + 32 * 128
-    conv: dict[str, object] = {"N": 64, "C": channels, "TAPS": 4, "BLOCK_C": _CHANNELS, "BLOCK_N": 256}
-    recur: dict[str, object] = {"N": 64, "M": 64, "HK": 16, "H": 32, "DK": 128, "DV": 128}
+    conv: dict[str, object] = {"C": channels, "TAPS": 4, "BLOCK_C": _CHANNELS, "BLOCK_N": 256}
+    recur: dict[str, object] = {"HAS_SNAPSHOTS": True, "HK": 16, "H": 32, "DK": 128, "DV": 128}
     recur |= {"BLOCK_K": 128, "BLOCK_V": _COLUMNS, "BLOCK_N": 256, "BLOCK_M": 256}
     gate: dict[str, object] = {"C": channels, "H": 32, "DV": 128, "HEADS": 4, "BLOCK_V": 128}
     cases = [
-        ("gated_delta convolve", convolve_kernel, conv | {"PARTS": 1}, 4),
+        ("gated_delta convolve", convolve_kernel, conv, 4),
         ("gated_delta keep_inputs", keep_inputs_kernel, conv | {"OF_SNAPSHOTS": False}, 4),
         ("gated_delta recur dk=dv=128", recur_kernel, recur, 1),
         ("gated_delta norm_gate", norm_gate_kernel, gate, 4),
