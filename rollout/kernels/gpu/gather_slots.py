@@ -21,7 +21,7 @@ _BLOCK = 1024
 _WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def gather_slots_kernel(table, spans, out, N, BLOCK: tl.constexpr):
     """Copy the slots of a sequence, with a program for each BLOCK positions of the longest one."""
     wait_for_predecessor()

@@ -21,7 +21,7 @@ _TOKENS, _COLUMNS, _DEPTH = 64, 64, 64  # of a tile
 _WARPS, _STAGES = 8, 3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def head_products_kernel(
     x,
     weight,

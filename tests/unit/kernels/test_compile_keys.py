@@ -1,4 +1,4 @@
-"""The compile keys of the gated delta rule are few: steps of ever new sizes share their kernels.
+"""Compile keys of kernels are few: steps of ever new sizes share their kernels.
 
 Keys are Triton's own, for a device of compute capability 9.0.  No kernel runs.
 """
@@ -83,3 +83,15 @@ def test_counts_in_compile_keys_are_noticed(
 ) -> None:
     module = mutated(kernels("gated_delta"), tmp_path, (old, new))
     assert len(gated_delta_keys(module, monkeypatch)) > 11
+
+
+def test_numbers_of_sequences_and_tokens_are_not_in_the_keys_of_slots_and_latent_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots, latent = kernels("gather_slots"), kernels("latent_heads")
+    slot_keys, latent_keys = recorded(slots, monkeypatch), recorded(latent, monkeypatch)
+    table, weight = torch.empty(64, dtype=torch.int64), torch.empty(4, 16, 32)
+    for count in (1, 2, 15, 16, 17, 48):
+        slots.gather_slots(table, torch.empty(3, count, dtype=torch.int64), 8, torch.empty(64, dtype=torch.int32))
+        latent.head_products(torch.empty(count, 4, 16), weight, torch.empty(count, 4, 32))
+    assert len(slot_keys) == len(latent_keys) == 1
