@@ -81,7 +81,7 @@ def manifest(tensors: dict[str, torch.Tensor]) -> list[tuple[TensorMeta, int]]:
 
 
 def journal_updater(weights: FakeWeights) -> LoopbackUpdater:
-    """Return an updater that takes tensors one by one: each must be whole before it is written."""
+    """Return an updater that writes each box into the model as it comes, once the old content is in a file."""
     return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging="journal")
 
 
