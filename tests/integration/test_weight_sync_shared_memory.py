@@ -257,6 +257,62 @@ def test_a_refused_refresh_changes_nothing_and_the_next_one_is_taken(engine: Nea
     assert mapped_by(engine._process.pid) <= MAX_MAPPED
 
 
+class Restarted:
+    """A control whose engine is replaced by another process, as a restart does."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self.engine, verb)
+
+    def init_weights_update_group(self, *, memory: dict[str, int] | None = None, **arguments: Any) -> Any:
+        return self.engine.init_weights_update_group(memory=memory, **arguments)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("own_buckets", [True, False])
+def test_an_engine_that_was_restarted_takes_part_again_after_connect(
+    engine: NearEngine, other: NearEngine, own_buckets: bool
+) -> None:
+    """Its first bucket was packed whole before the call: no notice of it fails, only the call."""
+    control = Restarted(engine)
+    sender = WeightSender(control, timeout_s=TIMEOUT_S)
+    sender.connect(group_name=next(names))
+    control.engine = other
+    before = other.call("content")
+    with pytest.raises(EngineError, match=r"404.*does not exist"):
+        if own_buckets:
+            with sender.update("lost") as update:
+                update.send(version(next(seeds)).items())
+        else:
+            refresh(sender, bucket_bytes=60)
+    assert sender.connected == [] and other.call("content") == before
+    sender.connect(group_name=next(names))
+    expected, report = refresh(sender, bucket_bytes=60)
+    assert other.call("content") == expected
+    assert report.engines["engine"].transport == IN_MEMORY
+    sender.close()
+
+
+def test_a_filled_bucket_that_cannot_be_read_costs_no_group(
+    engine: NearEngine, sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it can be on its way, also where the engine does not know its tensors."""
+    bucket = engine.update_weights_from_distributed
+
+    def misread(*, dtypes: list[str], **arguments: Any) -> Any:
+        return bucket(dtypes=["float99"] * len(dtypes), **arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="float99"):
+        patch.setattr(engine, "update_weights_from_distributed", misread)
+        with sender.update("misread") as update:
+            update.send(version(next(seeds)).items())
+    seed = next(seeds)
+    with sender.update(f"v{seed}") as update:
+        update.send(version(seed).items())
+    assert engine.call("content") == content_of(seed)
+
+
 # --- senders that are wrong ---------------------------------------------------------------------------------------
 
 

@@ -53,12 +53,15 @@ class MemorySource(DistributedSource):
     ) -> None:
         super().__init__(lists, group_name, receiver, PIECES, key=key)
         self._filled, self._num_filled = filled, 0
+        # Before its tensors are known: of a bucket that fills its memory no notice comes.
+        self._awaits_notices = filled < address.num_bytes
         self._address = address
         self._content = torch.empty(0, dtype=torch.uint8)
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """Return the call's tensors, with the memory mapped.  Raises `WeightRequestError`, `UnknownGroupError`."""
         metas = super().announce(max_bytes)
+        self._awaits_notices = True  # unless the numbers of the call agree
         total = sum(message.num_bytes for message in self._messages)
         if total > self._address.num_bytes:
             raise WeightRequestError(f"the bucket has {total} bytes, and its memory {self._address.num_bytes}")
@@ -69,6 +72,7 @@ class MemorySource(DistributedSource):
         if self._filled not in starts:
             raise WeightRequestError(f"of the bucket's {total} bytes {self._filled} are filled, where no piece ends")
         self._num_filled = sum(start < self._filled for start in starts)
+        self._awaits_notices = self._num_filled < len(self._messages)
         if total:
             self._content = group.memories.content(self._address)[:total]
         return metas
@@ -82,7 +86,7 @@ class MemorySource(DistributedSource):
 
     def refuse(self, reason: str) -> None:
         """Refuse the call.  The group is left if notices of it may be on their way, and were not taken."""
-        if self._num_filled < len(self._messages) or not self._messages:
+        if self._awaits_notices:
             super().refuse(reason)
 
     def _parts(self, group: GroupHandle) -> Iterator[PackedBucket]:

@@ -249,7 +249,7 @@ class Sending:
 
     @property
     def is_sent(self) -> bool:
-        """True once all has been broadcast, as `poll` found; the answers may still be missing."""
+        """True once nothing is left to broadcast, as `poll` found; the answers may still be missing."""
         return self._is_sent
 
     def answers(self) -> dict[str, Any]:
@@ -272,7 +272,9 @@ class Sending:
             if to_blame(refused) or not has_unanswered or now > self._reason_deadline:
                 self._fail(self._all(self._broke) | refused, self._broke)
         elif self._is_sent:
-            if not has_unanswered:
+            if not has_unanswered and any(map(was_not_found, refused.values())):
+                self._fail(refused)  # an engine has lost the group: of a bucket without notices no broadcast fails
+            elif not has_unanswered:
                 self.failures = refused
             elif now > self._deadline + self._answer_s:
                 within = f"within {self._group.timeout_s:g} s"
@@ -286,10 +288,11 @@ class Sending:
 
     @property
     def has_begun(self) -> bool:
-        """True once every engine has taken up this bucket.
+        """True once the next bucket may be announced.
 
-        The only one has if the first piece is there or if it answered.  A broadcast to several ends here before all of
-        them have begun.
+        With one engine in the group: if the first piece was taken, or if it answered.  A bucket that lay in memory
+        before its call counts as taken at the first poll, as nothing of it is sent.  With several: if all answered, as
+        a broadcast ends here before all of them have begun.
         """
         is_taken = self._is_sent or any(work.is_completed() for work in self._works[:1])
         return self.failures is not None or not self.unanswered or (is_taken and not self._group.is_shared)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from weight_sync.engine_control import EngineError
+from weight_sync.errors import UnknownGroupError
 from weight_sync.sealed_memory import MemoryAddress, _mapped
 from weight_sync.sender import whole_update
 from weight_sync.sender.carriers import Notices
@@ -129,6 +130,20 @@ def test_a_bucket_behind_a_refused_one_keeps_its_memory() -> None:
             else:
                 update.send(filled(f"w{number}", float(number)))
     assert other.read == {f"w{number}": float(number) for number in range(4)}
+
+
+class WithoutGroup(SlowEngine):
+    """An engine that has lost the group of its sender."""
+
+    def update_weights_from_distributed(self, **_: Any) -> dict[str, Any]:
+        raise UnknownGroupError("weight update group 'g' does not exist")
+
+
+def test_a_filled_bucket_that_an_engine_has_no_group_for_ends_it_here_too() -> None:
+    sender = sender_of(lost=WithoutGroup(), refusing=SlowEngine(refuses=True))
+    with pytest.raises(EngineError, match="does not exist"), sender.update("7") as update:
+        update.send(filled("w", 1.0))
+    assert sender.connected == ["refusing"]
 
 
 def test_an_interrupt_that_comes_too_late_says_that_the_engine_has_committed(monkeypatch: pytest.MonkeyPatch) -> None:
