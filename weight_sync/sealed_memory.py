@@ -88,7 +88,10 @@ def read_token(address: MemoryAddress) -> str:
 
 
 class MappedMemories:
-    """The memory of one sender, mapped once and kept while the sender uses it."""
+    """The memory of one sender: the `MAX_MAPPED` that were used last stay mapped until `close`.
+
+    The sender may let go of them before, or end: their pages stay until then.
+    """
 
     def __init__(self) -> None:
         self._mapped: dict[MemoryAddress, torch.Tensor] = {}  # the one used last comes last

@@ -106,7 +106,8 @@ class WeightUpdate(JointUpdate):
         if not self._is_entered:
             raise TransactionStateError("the weight update has ended or was not entered")
         with self.parts.timed("send"):
-            # So an engine takes buckets in their order, and finds the next one waiting.
+            # So a bucket that is broadcast is taken up before the next one, which the engine then finds waiting.  One
+            # that lies in memory may be read after the next one: no message of it could be mixed up.
             await_all(
                 [one for sending in self._sending for one in sending],
                 lambda one: one.poll() or one.has_begun,
