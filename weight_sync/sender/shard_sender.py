@@ -95,10 +95,11 @@ class ShardSender(WeightSender):
         refresh = Refresh(plan, source, ranks, fields, True, start, parts, num_bytes)
         with contextlib.nullcontext() if ranks is None else ranks.reporting():
             gatherer = refresh.prepare()
+            lost = _jointly(ranks, self._rejoin)  # each rank its own groups, before rank 0 begins
             fields = {"update_id": uuid.uuid4().hex} | refresh.begin_fields()
             fields["update_id"] = _from_all(ranks, fields["update_id"].encode())[0].decode()
             kind = WeightUpdate if refresh.is_sender else JoinedUpdate
-            update = kind(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing)
+            update = kind(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing, lost)
             self._send_shards(update, refresh, plan, gatherer)
             if not refresh.is_sender:
                 _jointly(ranks, _nothing)  # the engines' final answers

@@ -163,6 +163,20 @@ def test_a_gap_is_refused_before_the_engine_hears_of_it(engine: Engine, sender: 
     sender.refresh_shards(shards_of(fused(version(1)), 3, 4), "1")
 
 
+def test_what_is_left_of_a_shared_group_joins_again_at_the_next_refresh(engine: Engine) -> None:
+    other = Engine(10.0)
+    sender = ShardSender({"a": engine, "b": other}, timeout_s=10.0)
+    sender.connect(shared=True)
+    group = sender._links["a"].require_group()
+    group.leave_failed()
+    assert sender.connected == ["a", "b"]
+    sender.refresh_shards(shards_of(fused(version(1)), 3, 4), "1")
+    assert engine.call("content") == other.call("content") == content_of(1)
+    assert sender._links["a"].group is sender._links["b"].group is not group
+    sender.close()
+    other.close()
+
+
 def test_a_sender_that_is_not_connected_is_refused() -> None:
     with pytest.raises(TransactionStateError, match="not connected"):
         ShardSender({}).refresh_shards([Shard(EMBED, (1, 1), None, torch.zeros(1, 1))])
