@@ -14,6 +14,7 @@ from tests.logical_weights_fake import NORM, fused, version
 from tests.weight_engine_process import Engine, NearEngine, Refused
 from tests.weight_group_helpers import TIMEOUT_S, announce, broadcast, content_of, join, names, seeds
 from weight_sync.bucket import pack
+from weight_sync.errors import WeightRequestError
 from weight_sync.receivers.memory import notice_of
 from weight_sync.sealed_memory import MAX_MAPPED, SealedMemory
 from weight_sync.sender import EngineError, WeightSender
@@ -216,6 +217,19 @@ def test_what_is_asked_for_by_name_is_used(engine: NearEngine) -> None:
     assert sender.connected == []
     with pytest.raises(Refused, match=r"404"):
         engine.destroy_weights_update_group(group_name=group)
+
+
+def test_an_engine_cannot_join_over_another_backend_than_the_ones_before(
+    engine: NearEngine, other: NearEngine, sender: WeightSender
+) -> None:
+    """The tensors are on one device; memory of a GPU is not mapped."""
+    sender.add_engine("other", other)
+    with pytest.raises(WeightRequestError, match="connected over gloo, not nccl"):
+        sender.connect(group_name=next(names), device="cuda")
+    assert sender.connected == ["engine"]
+    sender.remove_engine("other")
+    expected, _ = refresh(sender)
+    assert engine.call("content") == expected
 
 
 @pytest.mark.parametrize("shared", [False, True])

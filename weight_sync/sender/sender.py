@@ -132,7 +132,8 @@ class WeightSender:
         engines that do not come are left out.  From then on engines that are left of it, after one failed or was
         removed, join a new one at the next refresh: its name adds `#` and a number.
 
-        Raises `EngineError`, which names the engines that did not join; the others are connected.
+        Raises `EngineError`, which names the engines that did not join; the others are connected.  Raises
+        `WeightRequestError` for another backend than that of engines that stay connected.
         """
         links = self._links
         groups = {link.group for link in links.values()}
@@ -143,6 +144,8 @@ class WeightSender:
                 "per_rank has a group for each rank, at free ports: leave out shared and master_port"
             )
         resolved = resolve_backend(backend, device)
+        if not shared and any(groups) and self._place is not None and self._place.backend != resolved:
+            raise WeightRequestError(f"engines are connected over {self._place.backend}, not {resolved}; close first")
         size, how = engine_world_size, self._transport
         place = MeetingPlace(master_address, master_port, group_name, resolved, size, shared, how)
         with self._sending:
