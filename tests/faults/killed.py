@@ -224,7 +224,7 @@ def _lend(pipe: Connection, port: int, group_name: str) -> None:
         if stops:
             pipe.send("stopped")
         else:
-            group.start_broadcast(notice_of(0, len(content))).wait()
+            group.start_broadcast(notice_of(memory.address, 0, len(content))).wait()
 
 
 def _converse(pipe: Connection) -> None:

@@ -118,7 +118,7 @@ def memory(engine: RefreshHarness, call: Call) -> Verb:
     # The file cannot be cut off; a call may state another size.
     size = max(sent.numel(), 1) if call.damage == "truncated" else lent.address.num_bytes
     where = SenderMemory(**lent.address._replace(num_bytes=size)._asdict())
-    notices = [notice_of(0, content.numel())] if call.named else []
+    notices = [notice_of(lent.address, 0, content.numel())] if call.named else []
     noticed = replace(call, damage="killed" if call.damage == "killed" else None)
     verb, fields = _broadcast(engine, noticed, call.named, notices, PIECES)
     return verb, fields | {"memory": where}

@@ -337,7 +337,7 @@ def _in_memory(named: list[tuple[str, torch.Tensor]]) -> SealedMemory:
     return memory
 
 
-@pytest.mark.parametrize("kind", ["another start", "another size", "content"])
+@pytest.mark.parametrize("kind", ["another start", "another size", "other memory", "content"])
 def test_a_notice_of_something_else_is_refused(engine: NearEngine, kind: str) -> None:
     group, named = join(engine), list(version(next(seeds)).items())
     memory, before = _in_memory(named), engine.call("content")
@@ -345,7 +345,12 @@ def test_a_notice_of_something_else_is_refused(engine: NearEngine, kind: str) ->
     fields = {"load_format": "pieces", "memory": memory.address._asdict(), "update_id": group.name}
     answer = announce(engine, group, named, **fields)
     total = memory.content.numel()
-    notices = {"another start": notice_of(8, total), "another size": notice_of(0, total + 8), "content": memory.content}
+    notices = {
+        "another start": notice_of(memory.address, 8, total),
+        "another size": notice_of(memory.address, 0, total + 8),
+        "other memory": notice_of(_in_memory(named).address, 0, total),
+        "content": memory.content,
+    }
     broadcast(group, notices[kind])
     refused = answer(TIMEOUT_S)
     assert isinstance(refused, Refused) and refused.kind == "ContentError", refused

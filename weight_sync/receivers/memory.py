@@ -6,7 +6,8 @@
 No notice comes of pieces that are there when the bucket is announced.
 
 Nothing is copied on the way: a piece is written from the sender's memory to where its tensors live, in one pass.  A
-notice has 16 bytes.  It comes over the group of both, which has the deadlines, and tells when either side is lost.
+notice has 24 bytes, and names the memory.  It comes over the group of both, which has the deadlines, and tells when
+either side is lost.
 
 The sender must leave the memory alone until the call was answered.  The engine cannot forbid it to write: it trusts the
 content as it trusts that of a broadcast, and it trusts no size.
@@ -28,12 +29,15 @@ from weight_sync.receivers.receive_area import Announced
 from weight_sync.sealed_memory import MemoryAddress
 from weight_sync.tensor_meta import BucketLayout, Lists, PackedBucket, TensorMeta
 
-_NOTICE = [TensorMeta("notice", torch.int64, (2,))]
+_NOTICE = [TensorMeta("notice", torch.int64, (3,))]
 
 
-def notice_of(start: int, num_bytes: int) -> torch.Tensor:
-    """Return the notice that a piece is there, uint8 [16]."""
-    return torch.tensor([start, num_bytes], dtype=torch.int64).view(torch.uint8)
+def notice_of(address: MemoryAddress, start: int, num_bytes: int) -> torch.Tensor:
+    """Return the notice that a piece is in this memory, uint8 [24].
+
+    Two senders may use one group name, one after the other: no notice stands for memory of another sender.
+    """
+    return torch.tensor([address.inode, start, num_bytes], dtype=torch.int64).view(torch.uint8)
 
 
 class MemorySource(DistributedSource):
@@ -98,18 +102,19 @@ class MemorySource(DistributedSource):
         for number, (piece, stop) in enumerate(zip(self._messages, stops)):
             start = stop - piece.num_bytes
             if number >= self._num_filled:
-                _check(next(notices), piece, start, group)
+                _check(next(notices), piece, start, self._address, group)
             if self._in_turns:
                 yield PackedBucket(self.layouts[number], self._content[start:stop])
         if self._messages and not self._in_turns:
             yield PackedBucket(self.layouts[0], self._content)
 
 
-def _check(notice: torch.Tensor, piece: Announced, start: int, group: GroupHandle) -> None:
+def _check(notice: torch.Tensor, piece: Announced, start: int, address: MemoryAddress, group: GroupHandle) -> None:
     """Raise `ContentError` for a notice of anything else than this piece, after which the group is of no use."""
-    if not torch.equal(notice, notice_of(start, piece.num_bytes)):
+    if not torch.equal(notice, notice_of(address, start, piece.num_bytes)):
         group.broken = True  # what comes next is not what is waited for
-        stated = notice.view(torch.int64).tolist()
+        inode, *stated = notice.view(torch.int64).tolist()
+        came = f"{stated}" if inode == address.inode else f"{stated} of other memory"
         raise ContentError(
-            f"{piece.what}: a notice of {piece.num_bytes} bytes from {start} on was announced, and {stated} came"
+            f"{piece.what}: a notice of {piece.num_bytes} bytes from {start} on was announced, and {came} came"
         )

@@ -34,8 +34,11 @@ class Carrier(Protocol):
     def fields(self, memory: MemoryAddress | None, filled: int) -> dict[str, Any]:
         """Return what the call that announces a bucket has because of this.  `filled`: the bytes that lie there."""
 
-    def start(self, piece: Any, start: int, timeout_s: float) -> dist.Work:
-        """Start to send a piece, from byte `start` of its bucket on.  Raises as `GroupHandle.start_broadcast`."""
+    def start(self, piece: Any, start: int, memory: MemoryAddress | None, timeout_s: float) -> dist.Work:
+        """Start to send a piece, from byte `start` of its bucket on, which lies in `memory` unless that is None.
+
+        Raises as `GroupHandle.start_broadcast`.
+        """
 
 
 class Broadcasts:
@@ -49,7 +52,7 @@ class Broadcasts:
     def fields(self, memory: MemoryAddress | None, filled: int) -> dict[str, Any]:
         return {}
 
-    def start(self, piece: torch.Tensor, start: int, timeout_s: float) -> dist.Work:
+    def start(self, piece: torch.Tensor, start: int, memory: MemoryAddress | None, timeout_s: float) -> dist.Work:
         return self._handle.start_broadcast(piece, timeout_s)
 
 
@@ -64,7 +67,7 @@ class RankPieces:
     def fields(self, memory: MemoryAddress | None, filled: int) -> dict[str, Any]:
         return {}
 
-    def start(self, piece: RankPiece, start: int, timeout_s: float) -> dist.Work:
+    def start(self, piece: RankPiece, start: int, memory: MemoryAddress | None, timeout_s: float) -> dist.Work:
         return self._handle.start_broadcast(piece, timeout_s)
 
 
@@ -80,8 +83,9 @@ class Notices:
         assert memory is not None, "the pieces lie in memory"
         return {"memory": memory._asdict() | {"filled": filled}}
 
-    def start(self, piece: torch.Tensor, start: int, timeout_s: float) -> dist.Work:
-        return self._handle.start_broadcast(notice_of(start, piece.numel()), timeout_s)
+    def start(self, piece: torch.Tensor, start: int, memory: MemoryAddress | None, timeout_s: float) -> dist.Work:
+        assert memory is not None, "the pieces lie in memory"
+        return self._handle.start_broadcast(notice_of(memory, start, piece.numel()), timeout_s)
 
 
 def carrier_of(handle: GroupHandle | RankGroups, *, reads_memory: bool = False) -> Carrier:

@@ -231,7 +231,7 @@ class Sending:
         if self._broke is not None or start < self._filled:
             return
         try:
-            self._works.append(self._group.carrier.start(piece, start, self._group.timeout_s))
+            self._works.append(self._group.carrier.start(piece, start, self.bucket.memory, self._group.timeout_s))
         except TransportError as error:
             self._break(error)
 
