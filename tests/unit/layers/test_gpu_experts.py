@@ -434,6 +434,15 @@ def test_tiles_grow_with_the_load_and_keep_the_depth() -> None:
     assert choose_tiles(16384 * 8, 128, torch.bfloat16).tokens == 128
 
 
+def test_tiles_of_bfloat16_are_those_that_were_faster_on_a_device() -> None:
+    """On an H100, of 128 experts and top-8: 128 x 256 took 499.7 us at 1,024 tokens, and 64 x 128 508.7.
+
+    At 512 tokens 64 x 128 was within 1 % of the best.
+    """
+    assert choose_tiles(512 * 8, 128, torch.bfloat16) == Tiles(tokens=64, rows=128, num_warps=4, num_stages=4)
+    assert choose_tiles(1024 * 8, 128, torch.bfloat16) == Tiles(tokens=128, rows=256, num_warps=8, num_stages=4)
+
+
 @pytest.mark.full
 def test_one_matrix_instruction_serves_all_loads_in_the_memory_of_a_multiprocessor(tmp_path: Path) -> None:
     """Compiled for Hopper, whose wgmma takes 64 rows; a smaller tile would take another instruction."""
