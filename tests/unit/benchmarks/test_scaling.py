@@ -71,6 +71,7 @@ def test_floor_falls_with_context_and_with_experts() -> None:
     base = decode_step_floor_s(spec, 8, 128, MACHINE)
     assert decode_step_floor_s(spec, 8, 8192, MACHINE) > base
     assert decode_step_floor_s(dataclasses.replace(spec, experts=64), 8, 128, MACHINE) > base
+    assert base / 2 < decode_step_floor_s(spec, 8, 128, MACHINE, weight_bytes=1.0) < base
 
 
 def test_the_best_machine_is_the_best_in_each_respect() -> None:

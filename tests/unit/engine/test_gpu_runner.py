@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import decode
 from benchmarks.gpu.model import MEANWHILE, driver, shape
 from benchmarks.gpu.settings import Settings
 from tests.gpu.check_imports import chains, first_missing
@@ -115,6 +116,19 @@ def test_a_mixed_step_has_the_chunk_that_its_budget_leaves() -> None:
         engine.seconds_of_mixed_step(2, 4, 24)
         assert engine.scheduler.stats.num_steps - before > 24 / 8
         assert not engine.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("variant", "held"), [("all on", set()), ("fp8", {"fp8"}), ("int4", {"int4"})], ids=["all on", "fp8", "int4"]
+)
+def test_variants_of_the_decode_part_hold_their_format(variant: str, held: set[str]) -> None:
+    settings = Settings(torch.device("cpu"), 2, dry_run=True)
+    common = {"dtype": "float32", "max_total_tokens": 64, "max_running_requests": 2}
+    with driver(shape(settings), settings.device, **common | decode.settings_of(variant, settings)) as engine:
+        formats = engine.scheduler.runner.state.model.weights.held_formats()
+        assert {form.flag.split()[-1] for form in formats.values()} == held
+    on_cuda = decode.settings_of(variant, Settings(torch.device("cuda"), 48, dry_run=False))
+    assert on_cuda.get("quantization") == (variant if held else None)
 
 
 def test_buckets_of_the_parameter_server_hold_the_tensors_of_a_model_on_a_device(tmp_path: Path) -> None:
