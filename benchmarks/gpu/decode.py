@@ -38,8 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
     "int4": {"quantization": "int4"},
 }
-# variant -> bytes of an element of experts and projections, with its share of the scales (rollout/kernels/row_places.py)
 WEIGHT_BYTES = {"fp8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
+"""Bytes of an element of experts and projections by variant, with its share of scales (`kernels/row_places.py`)."""
 # name -> sampling of all requests of a row
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "top-p 0.95": {"temperature": 1.0, "top_p": 0.95}}
 

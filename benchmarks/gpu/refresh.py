@@ -7,6 +7,7 @@
 
 The engine's loop waits as a server's does.  "GB/s" counts from the answer of begin to the call of end.  "kept": tokens
 a second while buckets come, by those before.  "peak": device memory of the engine beyond what it held before.
+"weights": of the model, which has all of `--num-layers` layers where the device's memory holds all of its copies.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _OUT_OF_TIME = f"{RUN_S:g} s are over"
 REFRESH_S = 240.0
 BUCKET_BYTES = 1 << 30
 MAX_LAYERS = 12
-"""15 GB of Qwen3-30B-A3B in bfloat16."""
+"""16 GB of Qwen3-30B-A3B in bfloat16: the most layers where the device's memory does not hold the whole."""
 SOME_LAYERS = 2
 """They are sent where a tensor, or a byte through the host, is dear."""
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 1024
@@ -189,7 +190,7 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
     copy_bytes_per_s = measure_ceilings(settings.device).copy_bytes_per_s
     pool = REQUESTS * (PROMPT_TOKENS + NEW_TOKENS + 64)
     for staging in ("device", "host", "in_place"):
-        spec = _that_fits(shape(settings), 3 if staging == "device" else 2, settings)
+        spec = that_fits(shape(settings), 3 if staging == "device" else 2, settings)
         if spec is None or time.monotonic() > deadline:
             reason = _OUT_OF_TIME if spec else "not one layer fits into the device's memory"
             yield {"staging": staging, "not run": reason}
@@ -200,6 +201,7 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
             trainer = Trainer(engine, spec, 1 << 16 if settings.dry_run else BUCKET_BYTES)
             try:
                 for row in _measured(engine, trainer, staging, deadline):
+                    row |= {"layers": spec.layers, "weights, GB": num_bytes(spec, settings) / 1e9}
                     yield row | {"share of a copy": 2e9 * row["GB/s"] / copy_bytes_per_s} if "GB/s" in row else row
             finally:
                 trainer.close()
@@ -254,17 +256,24 @@ class _peak:
             self.num_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
-def _that_fits(whole: CheckpointSpec, copies: int, settings: Settings) -> CheckpointSpec | None:
-    """Return the model with as many layers as fit into the free memory `copies` times; None if none does.
+def num_bytes(spec: CheckpointSpec, settings: Settings) -> int:
+    """Return the bytes of one copy of the weights."""
+    width: int = getattr(torch, settings.dtype).itemsize
+    return width * num_parameters(spec)
 
-    The trainer has one copy, the engine has one, and one more where it stages on the device.
+
+def that_fits(whole: CheckpointSpec, copies: int, settings: Settings) -> CheckpointSpec | None:
+    """Return the whole model where the free memory holds it `copies` times, else as many of `MAX_LAYERS` as it holds.
+
+    None if not one layer fits.  The trainer has one copy, the engine has one, and one more where it stages on the
+    device.
     """
     if settings.device.type != "cuda":
         return whole
     torch.cuda.empty_cache()
     free = _FRACTION * (torch.cuda.mem_get_info()[0] - _RESERVE)
-    for layers in range(min(whole.layers, MAX_LAYERS), 0, -1):
+    for layers in (whole.layers, *range(min(whole.layers, MAX_LAYERS), 0, -1)):
         spec = replace(whole, layers=layers)
-        if 2 * copies * num_parameters(spec) <= free:
+        if copies * num_bytes(spec, settings) <= free:
             return spec
     return None

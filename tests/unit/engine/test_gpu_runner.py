@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import decode
+from benchmarks.gpu import decode, refresh
 from benchmarks.gpu.model import MEANWHILE, driver, shape
 from benchmarks.gpu.settings import Settings
 from tests.gpu.check_imports import chains, first_missing
@@ -129,6 +129,19 @@ def test_variants_of_the_decode_part_hold_their_format(variant: str, held: set[s
         assert {form.flag.split()[-1] for form in formats.values()} == held
     on_cuda = decode.settings_of(variant, Settings(torch.device("cuda"), 48, dry_run=False))
     assert on_cuda.get("quantization") == (variant if held else None)
+
+
+@pytest.mark.parametrize(("gib", "copies", "layers"), [(139, 2, 48), (139, 3, 12), (79, 2, 12), (32, 3, 4), (13, 2, 0)])
+def test_a_refresh_has_the_whole_model_where_all_copies_fit(
+    gib: int, copies: int, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-30B-A3B takes 61 GB a copy, and at most 12 layers are taken of what does not fit as a whole."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib << 30, gib << 30))
+    settings = Settings(torch.device("cuda"), 48, dry_run=False)
+    spec = refresh.that_fits(shape(settings), copies, settings)
+    assert (0 if spec is None else spec.layers) == layers
+    if layers == 48:
+        assert spec is not None and 60 < refresh.num_bytes(spec, settings) / 1e9 < 62
 
 
 def test_buckets_of_the_parameter_server_hold_the_tensors_of_a_model_on_a_device(tmp_path: Path) -> None:
