@@ -170,7 +170,7 @@ def launches_of_prompt(harness: Harness, length: int) -> int:
 
 
 def test_launches_from_python_of_a_layer_with_prompts(tmp_path: Path, pieces: pytest.MonkeyPatch) -> None:
-    """A layer costs three: a piece, its attention, and the copy of the result.  Its operators are seven, 14 on CUDA."""
+    """A layer costs three: a piece, its attention, and the copy of the result.  On a CPU its operators are seven."""
     folders = [tiny_checkpoint(tmp_path / str(layers), "moe_dense_first", 1, layers=layers) for layers in (2, 4)]
     found = []
     for more in ({}, EAGER):
