@@ -29,6 +29,11 @@ class Patience:
         """Cancel the waits of this call.  The first reason counts."""
         self._reason = self._reason or reason
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the waits of this call were cancelled."""
+        return self._reason is not None
+
     def check(self) -> None:
         """Raise `TransportError` once the wait was cancelled."""
         if self._reason is not None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rollout.scheduler.scheduler import Scheduler
+from weight_sync.waiting import Patience
 
 KEPT = 0.88
 """The share of their speed that steps are to keep; 0.85 is promised."""
@@ -47,7 +48,8 @@ class _Mark(NamedTuple):
 class WeightPace:
     """Called on the I/O thread with the seconds of each part of a bucket, right after it; at a call's start with 0.
 
-    `give_way`: called once there are steps; it may be called again.
+    `give_way`: called once there are steps; it may be called again.  `patience`: of the call; a rest ends once it has
+    ended.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class WeightPace:
         give_way: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        patience: Patience | None = None,
     ) -> None:
         self._scheduler, self._clock, self._sleep = scheduler, clock, sleep
         self._give_way = give_way
+        self.patience = patience or Patience()
         self._alone = (0.0, 0.0)  # seconds and number of steps in the last rests, which count less with age
         self._debt = 0.0  # seconds lost, less the allowance
         self._work_s = 0.0  # since the last rest
@@ -116,9 +120,11 @@ class WeightPace:
         self._mark = now
 
     def _rest(self, seconds: float) -> None:
-        """Sleep for so long, and for some steps."""
+        """Sleep for so long, and for some steps; no longer than the call may wait."""
         start, first, last = self._now(), None, None
         while self._scheduler.has_work and (last is None or last.at - start.at < seconds):
+            if self.patience.has_ended:
+                break
             self._sleep(_POLL_S)
             now = self._now()
             if first is None and now.num_steps != start.num_steps:

@@ -81,6 +81,7 @@ def build_control(
     )
     saver = None if pages is None else _memory_saver(scheduler, model, of_draft, pages)
     held = HeldMemory(keep=args.keep_staging_memory)
+    pace = WeightPace(scheduler, give_way) if device.type == "cpu" else None
     updater = WeightUpdater(
         model.weights,
         device=device,
@@ -94,12 +95,14 @@ def build_control(
         memory=held,
         rank=parallel.position.tp_rank,
         ranks=parallel.layout.tp_size,
-        pace=WeightPace(scheduler, give_way) if device.type == "cpu" else None,
+        pace=pace,
         clock=lambda: scheduler.now,
         max_call_bytes=args.max_weight_call_bytes,
         quantised=_held_formats(args, model),
         cast=args.cast_weight_updates,
     )
+    if pace is not None:
+        pace.patience = updater.patience
     state = runner.state
     draft = None if state.draft is None else DraftTarget(state.draft, model.weights, partial(_require_memory, saver))
     targets = AdapterTargets(state.adapters)

@@ -139,8 +139,31 @@ def test_a_rest_ends_with_the_last_request() -> None:
     assert engine.rested_s < 0.06
 
 
+def test_a_rest_ends_once_its_call_is_to_give_up() -> None:
+    """An abort that came waits for no rest, and the rests of the next call are whole."""
+    engine = Engine(4.0, step_s=0.1)
+    engine.refresh(parts=50)
+    advance, given_up_at = engine.advance, engine.now + 1.0
+
+    def until_given_up(seconds: float, factor: float) -> None:
+        advance(seconds, factor)
+        if engine.now >= given_up_at:
+            engine.pace.patience.give_up("an abort came")
+
+    engine.advance = until_given_up  # type: ignore[method-assign]
+    rested_s = engine.rested_s
+    engine.refresh(parts=50, part_s=0.1)
+    assert given_up_at - 1.0 < engine.now and engine.rested_s - rested_s < 1.0
+    engine.advance = advance  # type: ignore[method-assign]
+    engine.pace.patience.renew()
+    rested_s = engine.rested_s
+    engine.refresh(parts=50, part_s=0.1)
+    assert engine.rested_s - rested_s > 5.0
+
+
 def test_an_engine_paces_on_a_cpu_and_never_on_a_device(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", "moe")
-    assert isinstance(updater_of(Harness(folder))._pace, WeightPace)
+    updater = updater_of(Harness(folder))
+    assert isinstance(updater._pace, WeightPace) and updater._pace.patience is updater.patience
     with stand_in_device():
         assert updater_of(device_engine(folder))._pace is None
