@@ -51,6 +51,14 @@ def _manifest_of(body: Any) -> dict[str, Any]:
     return lists | {"manifest_fingerprints": stated}
 
 
+def _has_committed(ended: ControlReqOutput[Any], weight_version: str | None) -> bool:
+    """Return whether an end answers that its update has committed, of this version if one is named.
+
+    After a begin that was refused nothing is open: the commit was made by an earlier call.
+    """
+    return ended.success and weight_version in (None, ended.reply.weight_version)
+
+
 class WeightRoutes:
     """SGLang's weight endpoints, and our own."""
 
@@ -103,6 +111,7 @@ class WeightRoutes:
 
         The engine carries them out one by one.  After a begin that it refuses the bucket is of no open update: it is
         received, as its broadcast comes all the same, and dropped.  An end drops an update whose bucket was refused.
+        A call that comes again after its commit is answered as before: its begin is refused, and its end is not.
         """
         own = {"update_id": bucket["update_id"] or uuid.uuid4().hex}
         shared = own | {name: bucket[name] for name in ("weight_version", "selector", "cast")}
@@ -114,7 +123,12 @@ class WeightRoutes:
             self._verbs.ask(EndWeightUpdateReqInput, timeout_s=2 * limit_s, **own),  # it waits for the bucket first
         ]
         # Each begins in its turn, and sends its verb before it waits: they reach the engine in this order.
-        for found in await asyncio.gather(*asked, return_exceptions=True):
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        begun, _, ended = answers
+        is_refused = isinstance(begun, ControlReqOutput) and not begun.success
+        if is_refused and isinstance(ended, ControlReqOutput) and _has_committed(ended, bucket["weight_version"]):
+            return ended
+        for found in answers:
             if isinstance(found, BaseException):
                 raise found
             answer = found

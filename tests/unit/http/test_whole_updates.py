@@ -94,6 +94,21 @@ def test_the_first_refusal_is_the_answer_and_the_other_verbs_leave_all_the_same(
     assert [type(verb) for verb in received(live)] == kinds
 
 
+@pytest.mark.parametrize(("version", "status"), [("7", 200), (None, 200), ("8", 409)])
+def test_a_call_that_comes_again_after_its_commit_is_answered_as_before(
+    live: Live, version: str | None, status: int
+) -> None:
+    """The id of an update of another version is not taken for a repetition."""
+    for kind in (BEGIN, BUCKET):
+        live.scheduler.answers[kind] = refusing("the weight update 'u' is committed, not open")
+    live.scheduler.answers[END] = lambda verb: ControlReqOutput(
+        request_id=verb.request_id, success=True, message="in force", data={"weight_version": "7", "weight_epoch": 3}
+    )
+    found, answer = call(live, weight_version=version)
+    assert found == status
+    assert answer["message"] == ("in force" if status == 200 else "the weight update 'u' is committed, not open")
+
+
 @pytest.mark.parametrize(
     "whole", [{"coverage": "some"}, {"coverage": "partial"}, {"fingerprints": 7}, {"prepared_s": -1}, "yes"]
 )
