@@ -294,8 +294,11 @@ class WeightUpdate:
     @property
     def outcome(self) -> Outcome:
         """The outcome so far; callable on any thread."""
-        verified = self.transaction.state is TransactionState.VERIFIED
-        return Outcome("verified" if verified else "open", self.transaction.failure)
+        return Outcome("verified" if self.is_verified else "open", self.transaction.failure)
+
+    @property
+    def is_verified(self) -> bool:
+        return self.transaction.state is TransactionState.VERIFIED
 
     @property
     def num_received(self) -> int:

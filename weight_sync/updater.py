@@ -7,8 +7,8 @@
 staged, how ranks vote, how the last ones ended.
 
 Unless the staging mode holds the steps, the I/O side never touches the serving weights.  Where a sender broadcasts
-before it can learn of a refusal, the refused bucket is still received, and discarded.  Leases are renewed and expired
-on the step side, where all ranks share one clock.
+before it can learn of a refusal, the refused bucket is still received, and discarded.  A lease starts on the I/O side,
+at each rank's own time; the step side renews it after that call, and expires it: there all ranks share one clock.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class WeightUpdater:
         Raises `CoverageError`, `ContentError`, `TransactionStateError`, and as `check`; the update is dropped then.
         """
         update = self.admit(update_id, "verify")
-        if update.transaction.state is TransactionState.VERIFIED:
+        if update.is_verified:
             raise TransactionStateError("cannot verify: the weight update is already verified")
         failure: Exception | None = None
         try:

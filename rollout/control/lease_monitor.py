@@ -13,9 +13,12 @@ Only its sender's calls renew a lease:
 
     a call                                                   renews
     of the open update, also one refused for its content     the lease of the update, and of the pause
-    that opens an update                                     the lease of the pause
+    that opens an update                                     the lease of the update, and of the pause
     of a trainer, carried out while no update is open        the lease of the pause
     any other                                                nothing
+
+Ranks open an update at different times.  So its lease starts anew at the end of that call, which all ranks find in the
+same turn: from then on it ends on all of them at once.
 
 A call of the open update that came in time keeps the lease alive, as its turn may come after the lease's end.
 """
@@ -113,9 +116,9 @@ class LeaseMonitor:
         """Note the end of the weight verb that began last, and renew its leases."""
         self._forget_loss()
         self._is_checked = False
-        if self._is_own:
-            self._updater.renew_lease()
         has_opened = self._updater.is_open and self._updater.update is not self._open_before
+        if self._is_own or has_opened:
+            self._updater.renew_lease()
         is_work = succeeded and self._open_before is None and isinstance(verb, _TRAINERS_CALLS)
         if self._pause is not None and (self._is_own or has_opened or is_work):
             self._pause.renew()

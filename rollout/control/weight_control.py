@@ -47,6 +47,8 @@ from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from rollout.scheduler.serving_state import ServingState
 from weight_sync.errors import TransactionStateError
+from weight_sync.ledger import Coverage
+from weight_sync.update import WeightUpdate
 from weight_sync.update_rule import RULE, Deed, Engine, Relation
 from weight_sync.updater import WeightUpdater
 
@@ -79,6 +81,7 @@ class WeightControl:
     ) -> None:
         self._scheduler = scheduler
         self._updater = updater
+        self._consensus = consensus
         self._adoption = adoption
         self._commit = commit
         self._companions = companions
@@ -234,11 +237,7 @@ class WeightControl:
         def io() -> bool:
             if deed.opens is not None:
                 try:
-                    if updater.is_open:
-                        updater.drop("a new pause and a new bucket came before the update was settled")
-                    coverage, parts = self._companions.of_call(verb.selector, deed.opens)
-                    casts = None if cast else cast
-                    updater.open_implicit(coverage, verb.request_id, cast=casts, pause=pause, **parts)
+                    self._open(verb, deed.opens, pause, None if cast else cast)
                 except Exception as error:
                     updater.turn_away(source(), error)
             try:
@@ -263,6 +262,23 @@ class WeightControl:
         roll_back = drop if adds_up else updater.fail
         return Job(verb, io, step, holds_steps=updater.holds_steps, roll_back=roll_back, waits=updater.patience)
 
+    def _open(self, verb: UpdateWeightsReqInput[Any], coverage: Coverage, pause: int, cast: bool | None) -> None:
+        """Open an update for a client without begin, on all ranks or on none.  Raises what keeps this rank from it."""
+        updater = self._updater
+        try:
+            if updater.is_open:
+                updater.drop("a new pause and a new bucket came before the update was settled")
+            covered, parts = self._companions.of_call(verb.selector, coverage)
+            updater.open_implicit(covered, verb.request_id, cast=cast, pause=pause, **parts)
+        except Exception:
+            self._consensus.vote(False)
+            raise
+        # Before anything is received: a rank without an update receives into nothing, and the others do then, too.
+        if not self._consensus.vote(True):
+            reason = "another rank could not open the weight update"
+            updater.drop(reason, reported=True, by_sender=True)
+            raise TransactionStateError(reason)
+
     def _refusal(self, verb: UpdateWeightsReqInput[Any], relation: Relation, deed: Deed) -> Exception | None:
         """Return why a call that brings tensors is turned away; None if it is not."""
         updater = self._updater
@@ -284,15 +300,20 @@ class WeightControl:
         if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
             reply = msgspec.convert(ended.answer, CommitReply)
             return Job(verb, nothing, replies(committed(reply), reply))
-        self._begin.require_no_adapters(None if self._updater.update is None else self._updater.update.id)
+        open_update = self._updater.update
+        self._begin.require_no_adapters(None if open_update is None else open_update.id)
+        verified = replies("Weight update verified; commit or abort it.", CommitReply())
+        if open_update is not None and verb.phase == "verify" and _is_repeated(verb, open_update):
+            return Job(verb, functools.partial(require_checksums, checksums, open_update), verified)
 
         def verify() -> None:
-            if verb.weight_version is not None:
-                self._updater.admit(update_id, "verify").transaction.weight_version = verb.weight_version
+            update = self._updater.admit(update_id, "verify")
+            if verb.weight_version is not None and not update.is_verified:  # one that is refused changes nothing
+                update.transaction.weight_version = verb.weight_version
             self._updater.verify(update_id, functools.partial(require_checksums, checksums))
 
         if verb.phase == "verify":
-            return Job(verb, verify, replies("Weight update verified; commit or abort it.", CommitReply()))
+            return Job(verb, verify, verified)
         if verb.phase == "commit":
             roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
             admit = functools.partial(self._updater.admit, update_id, "commit")
@@ -357,6 +378,12 @@ class WeightControl:
             return f"Weight version updated to {verb.new_version}.", VersionReply(new_version=verb.new_version)
 
         return Job(verb, lambda: self._updater.require_own(verb.update_id), step)
+
+
+def _is_repeated(verb: EndWeightUpdateReqInput, update: WeightUpdate) -> bool:
+    """Return whether a call to verify comes again, as its answer did not arrive: by its id and its version."""
+    is_same = verb.update_id is not None and verb.update_id == update.id
+    return is_same and update.is_verified and verb.weight_version in (None, update.transaction.weight_version)
 
 
 def _engine_state(serving: ServingState) -> Engine:

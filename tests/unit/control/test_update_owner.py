@@ -298,6 +298,36 @@ def test_w11_begin_and_end_may_be_repeated(start: Callable[..., Harness], traine
     assert not update(harness)["open"]
 
 
+def test_a_verify_may_be_repeated_and_a_refused_end_changes_no_label(
+    start: Callable[..., Harness], trainer: LoopbackTrainer
+) -> None:
+    harness = start()
+    assert harness.control(BeginWeightUpdateReqInput, weight_version="7", update_id="u").success
+    assert trainer.send(harness, None, None, "u").success
+    verify = {"update_id": "u", "phase": "verify"}
+    first = harness.control(EndWeightUpdateReqInput, **verify)
+    for again in (verify, verify | {"weight_version": "7"}):
+        answer = harness.control(EndWeightUpdateReqInput, **again)
+        assert answer.success and (answer.message, answer.data) == (first.message, first.data)
+    wrong = verify | {"expected_lora_checksums": {"none": {}}}
+    assert harness.control(EndWeightUpdateReqInput, **wrong).status_code == 400
+    for refused in (verify | {"weight_version": "8"}, {"update_id": "u", "weight_version": "8"}):
+        answer = harness.control(EndWeightUpdateReqInput, **refused)
+        assert answer.status_code == 409 and "already verified" in answer.message
+    assert outcome(harness, "u")["outcome"] == "verified" and update(harness)["weight_version"] == "7"
+    assert harness.control(EndWeightUpdateReqInput, update_id="u", phase="commit").success
+    assert label(harness) == "7"
+
+
+def test_an_end_names_the_version(start: Callable[..., Harness], trainer: LoopbackTrainer) -> None:
+    harness = start()
+    assert harness.control(BeginWeightUpdateReqInput, weight_version="7", update_id="u").success
+    assert trainer.send(harness, None, None, "u").success
+    assert harness.control(EndWeightUpdateReqInput, update_id="u", phase="verify", weight_version="8").success
+    assert harness.control(EndWeightUpdateReqInput, update_id="u", phase="commit").success
+    assert label(harness) == "8"
+
+
 # --- what became of it -----------------------------------------------------------------------------------------------
 
 
