@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,13 +60,13 @@ class Sequences:
         self.a_log, self.dt_bias = (randn(sizes.heads) - 4).to(dtype), (0.5 * randn(sizes.heads)).to(dtype)
         self.norm_weight = (1 + 0.1 * randn(sizes.value_dim)).to(dtype)
 
-    def to(self, dtype: torch.dtype) -> Sequences:
-        """Return the same numbers in `dtype`."""
+    def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Sequences:
+        """Return the same numbers in `dtype`, on `device`."""
         other = object.__new__(Sequences)
         other.sizes, other.dtype = self.sizes, dtype
-        other.projected = [rows.to(dtype) for rows in self.projected]
+        other.projected = [rows.to(device, dtype) for rows in self.projected]
         for name in ("conv_weight", "a_log", "dt_bias", "norm_weight"):
-            setattr(other, name, getattr(self, name).to(dtype))
+            setattr(other, name, getattr(self, name).to(device, dtype))
         return other
 
     @property
@@ -76,8 +76,9 @@ class Sequences:
     def pools(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make pools of convolution and state with `rows` rows, full of NaN."""
         sizes, state = self.sizes, torch.promote_types(self.dtype, torch.float32)
-        conv = torch.full((rows, sizes.taps - 1, sizes.channels), torch.nan, dtype=self.dtype)
-        return conv, torch.full((rows, sizes.heads, sizes.key_dim, sizes.value_dim), torch.nan, dtype=state)
+        device, of_state = self.conv_weight.device, (rows, sizes.heads, sizes.key_dim, sizes.value_dim)
+        conv = torch.full((rows, sizes.taps - 1, sizes.channels), torch.nan, dtype=self.dtype, device=device)
+        return conv, torch.full(of_state, torch.nan, dtype=state, device=device)
 
     def call(
         self,
@@ -89,8 +90,9 @@ class Sequences:
         sources: Sequence[int],
         snapshots: Sequence[tuple[int, int, int]] = (),
     ) -> torch.Tensor:
-        lists = [torch.tensor(list(values), dtype=torch.int64) for values in (lens, rows, sources)]
-        copies = torch.tensor(list(snapshots), dtype=torch.int64).view(-1, 3)
+        of_step: dict[str, Any] = {"dtype": torch.int64, "device": projected.device}
+        lists = [torch.tensor(list(values), **of_step) for values in (lens, rows, sources)]
+        copies = torch.tensor(list(snapshots), **of_step).view(-1, 3)
         weights = (self.conv_weight, self.a_log, self.dt_bias, self.norm_weight, 1e-6)
         return operator(projected, *weights, *pools, *lists, copies)
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from rollout.kernels.gpu.register import load_gpu_kernels, triton_form
+from rollout.kernels.operators import OPERATORS
+from tests.gpu.needs import need_cuda
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,6 +110,23 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(scope="session")
 def on_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    if request.param == torch.bfloat16:
+        need_cuda(device, "bfloat16: Triton's interpreter computes it wrongly")
+    return request.param
+
+
+@pytest.fixture
+def op(on_cuda: bool) -> Callable[[str], Callable[..., Any]]:
+    """Return a function from an operator's name to the operator, as a model on the device calls it."""
+    if on_cuda:
+        status = load_gpu_kernels()
+        assert status.available, status.reason
+        return lambda name: OPERATORS[name].registered
+    return triton_form
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 On CUDA the operators come from torch's registry, so that a test also shows that a model gets the Triton kernel.
 A dry run calls the same kernels in Triton's interpreter, in float32 and at small sizes.
 
-float32 within a relative error of 2e-6 (1e-5 for long sums), bfloat16 within 1e-2.  Shapes: as in `operators`.
+Tolerances: `tests/gpu/numbers.py`.  Shapes: as in `operators`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,12 @@ import pytest
 import torch
 
 from rollout.attention.flashinfer_sequences import gather_slots
-from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels, triton_form
-from rollout.kernels.operators import OPERATORS
+from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from rollout.kernels.operators.norm_route import RouterRule, of_best_groups
-from rollout.kernels.ops import ExpertPart, RowMajorHeld, plain_ops
+from rollout.kernels.ops import ExpertPart, RowMajorHeld
 from rollout.kernels.row_places import ROW_FORMS, RowsPlace
 from tests.gpu.needs import need_cuda
+from tests.gpu.numbers import EPS, TOLERANCE, Numbers, close, error_of, exact, plain
 from weight_sync.content_check import check_content
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint import fingerprint, fingerprint_slice
@@ -30,59 +29,6 @@ from weight_sync.held_format import FP8_PAIRS, INT4_GROUPS, INT4_GROUPS_128
 from weight_sync.spans import DTYPE_CODES, SpanTensor
 from weight_sync.take_spans import SpanTables, take_spans_plainly
 from weight_sync.tensor_meta import DTYPES
-
-plain = plain_ops()
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-EPS = 1e-6
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
-    if not on_cuda and request.param == torch.bfloat16:
-        need_cuda(torch.device("cpu"), "bfloat16: Triton's interpreter computes it wrongly")
-    return request.param
-
-
-@pytest.fixture
-def op(on_cuda: bool) -> Callable[[str], Callable[..., Any]]:
-    """A function that returns the operator of a name, as a model on the device calls it."""
-    if on_cuda:
-        status = load_gpu_kernels()
-        assert status.available, status.reason
-        return lambda name: OPERATORS[name].registered
-    return triton_form
-
-
-class Numbers:
-    """Random tensors on the device in one dtype; `exact` of one is the same numbers in float64 on the CPU."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-        self._dtype, self._device = dtype, device
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(shape, generator=self._generator) * scale
-        return values.to(self._dtype).to(self._device)
-
-    def ints(self, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(0, high, shape, generator=self._generator).to(self._device)
-
-    def distinct(self, high: int, count: int) -> torch.Tensor:
-        return torch.randperm(high, generator=self._generator)[:count].to(self._device)
-
-
-def exact(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.cpu().double()
-
-
-def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    difference = (got.cpu().double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)
-    return float("inf") if difference.isnan() else difference.item()
-
-
-def close(got: torch.Tensor, want: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    assert want is not None and got.shape == want.shape, (got.shape, want)
-    return error_of(got, want) < TOLERANCE[dtype]
 
 
 def test_every_kernel_is_registered(on_cuda: bool) -> None:
