@@ -15,9 +15,10 @@ import torch
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import DecodeRows, ForwardBatch
 from rollout.core.specs.layer_specs import KVKind
-from rollout.memory.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool, KVScale
 
 MAX_CONTEXT = 512
+NO_SCALE = KVScale()
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,23 @@ class Lengths:
 
 
 class PagedCase:
-    """A pool of one layer of `kind`, filled with random keys and values for up to `max_requests` sequences."""
+    """A pool of one layer of `kind`, filled with random keys and values for up to `max_requests` sequences.
 
-    def __init__(self, kind: KVKind, dtype: torch.dtype, device: torch.device, max_requests: int = 32) -> None:
+    They are held in `stored`, by default `dtype`, and are worth the numbers there times `scale`.
+    """
+
+    def __init__(
+        self,
+        kind: KVKind,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_requests: int = 32,
+        stored: torch.dtype | None = None,
+        scale: KVScale = NO_SCALE,
+    ) -> None:
         num_slots, generator = max_requests * MAX_CONTEXT, torch.Generator().manual_seed(11)
-        self.pool = KVPool(num_slots, [kind], dtype, device)
-        self.kind, self.dtype, self.device = kind, dtype, device
+        self.pool = KVPool(num_slots, [kind], dtype, device, stored=stored, scales=[scale])
+        self.kind, self.dtype, self.device, self.scale = kind, dtype, device, scale
         slots = torch.randperm(num_slots, generator=generator)
         self.table = slots.view(max_requests, MAX_CONTEXT).to(device)
         for tensor in self.pool.tensors:
@@ -55,8 +67,8 @@ class PagedCase:
         for (keys, values), k, v in zip(self._content, self.pool.k, self.pool.v, strict=True):
             k.fill_(float("nan"))
             v.fill_(float("nan"))
-            k[held] = keys[held]
-            v[held] = values[held]
+            for tensor, content in ((k, keys), (v, values)):
+                tensor.view(torch.uint8)[held] = content.view(torch.uint8)[held]  # rows of float8, too
 
     def batch(self, lengths: Lengths) -> ForwardBatch:
         count, rows = len(lengths.extends), torch.arange(len(lengths.totals), device=self.device)
@@ -95,7 +107,7 @@ class PagedCase:
         """Compute the attention token by token in float64 on the CPU: [T, H * value size]."""
         heads, found, token = q.shape[1], [], 0
         table, query = self.table.cpu(), q.cpu().double()
-        keys, values = self.pool.k[0].cpu().double(), self.pool.v[0].cpu().double()
+        keys, values = self.pool.k[0].cpu().double() * self.scale.k, self.pool.v[0].cpu().double() * self.scale.v
         group = heads // keys.shape[1]
         for row, (new, total) in enumerate(zip(lengths.queries, lengths.totals, strict=True)):
             for position in range(total - new, total):

@@ -6,6 +6,7 @@ Shapes: T tokens, P positions, H heads, R rank of latents, rd rotated elements, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +44,34 @@ DTYPE = torch.bfloat16
 class Step:
     """Steps of one latent layer, with the matrix [H (nope + v), R] that makes keys and values of latents."""
 
-    def __init__(self) -> None:
-        case = LayerCase(LatentKV(FORM.rank, FORM.rotary), FORM.num_heads, scale=FORM.scale)
-        self.steps = AttentionSteps([case], DTYPE)
+    def __init__(self, form: LatentForm = FORM, device: str = "cpu") -> None:
+        """Make steps over the stand-in, or on CUDA over the package."""
+        case = LayerCase(LatentKV(form.rank, form.rotary), form.num_heads, scale=form.scale)
+        self.form, self.steps = form, AttentionSteps([case], DTYPE, device=device)
         generator = torch.Generator().manual_seed(1)
-        rows = FORM.num_heads * (FORM.nope + FORM.value)
-        self.weight = (torch.randn(rows, FORM.rank, generator=generator) / FORM.rank**0.5).to(DTYPE)
-        self.library = stand_in()
-        self.backend = FlashInferExpandedBackend(self.steps.pool, self.library, self.library.Event)
+        rows = form.num_heads * (form.nope + form.value)
+        self.weight = (torch.randn(rows, form.rank, generator=generator) / form.rank**0.5).to(DTYPE)
+        self.library = stand_in() if device == "cpu" else import_module("flashinfer")
+        new_event = self.library.Event if device == "cpu" else None
+        self.backend = FlashInferExpandedBackend(self.steps.pool, self.library, new_event)
 
     def expand(self, latents_PL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        plain, turned = latents_PL.double().split([FORM.rank, FORM.rotary], 1)
-        both = (plain @ self.weight.double().t()).unflatten(1, (FORM.num_heads, -1))
-        shared = turned.unsqueeze(1).expand(-1, FORM.num_heads, -1)
-        keys = torch.cat((both[..., : FORM.nope], shared), 2)
-        return keys.to(latents_PL.dtype), both[..., FORM.nope :].to(latents_PL.dtype)
+        form, weight = self.form, self.weight.to(latents_PL.device).double()
+        plain, turned = latents_PL.double().split([form.rank, form.rotary], 1)
+        both = (plain @ weight.t()).unflatten(1, (form.num_heads, -1))
+        shared = turned.unsqueeze(1).expand(-1, form.num_heads, -1)
+        keys = torch.cat((both[..., : form.nope], shared), 2)
+        return keys.to(latents_PL.dtype), both[..., form.nope :].to(latents_PL.dtype)
 
     def queries(self, layout: Layout) -> torch.Tensor:
-        return self.steps.q(0, layout)[..., : FORM.nope + FORM.rotary].contiguous()
+        return self.steps.q(0, layout)[..., : self.form.nope + self.form.rotary].contiguous()
 
     def exact(self, layout: Layout) -> torch.Tensor:
         """Return the values [T, H v] of the prompts, in float64."""
-        found, row, queries = [], 0, self.queries(layout).double()
+        found, row, queries = [], 0, self.queries(layout).cpu().double()
         for request, cached, new in layout.extends:
             keys, values = self.expand(self.steps.keys[0][request, : cached + new, 0].double())
-            scores = torch.einsum("thd,phd->htp", queries[row : row + new], keys) * FORM.scale
+            scores = torch.einsum("thd,phd->htp", queries[row : row + new], keys) * self.form.scale
             ahead = torch.arange(cached + new) > torch.arange(cached, cached + new)[:, None]
             found.append(torch.einsum("htp,phv->thv", scores.masked_fill(ahead, -torch.inf).softmax(-1), values))
             row += new
@@ -75,17 +79,20 @@ class Step:
 
     def check(self, layout: Layout) -> None:
         """Attend twice, as two layers do, and compare the prompts and the tokens that decode."""
+        form = self.form
         self.backend.plan(self.steps.batch(layout))
         cut = sum(new for _, _, new in layout.extends)
-        assert self.backend.expanded_tokens(FORM) == cut
+        assert self.backend.expanded_tokens(form) == cut
         decodes = self.steps.q(0, layout)[cut:]
         for _ in range(2):
-            values, latents = self.backend.attend_expanded(0, FORM, self.queries(layout)[:cut], decodes, self.expand)
+            values, latents = self.backend.attend_expanded(0, form, self.queries(layout)[:cut], decodes, self.expand)
             # keys and values are rounded, and parts of a result once more
-            assert error(values, self.exact(layout)) < 1.5 * TOLERANCES[DTYPE]
+            assert error(values.cpu(), self.exact(layout)) < 1.5 * TOLERANCES[DTYPE]
             alone = Layout(decodes=layout.decodes)
-            want = self.steps.exact(0, alone) if layout.decodes else torch.empty(0, FORM.num_heads * FORM.rank)
-            assert latents.shape == want.shape and (not layout.decodes or error(latents, want) < TOLERANCES[DTYPE])
+            want = self.steps.exact(0, alone) if layout.decodes else torch.empty(0, form.num_heads * form.rank)
+            assert latents.shape == want.shape and (
+                not layout.decodes or error(latents.cpu(), want) < TOLERANCES[DTYPE]
+            )
 
 
 @pytest.fixture
