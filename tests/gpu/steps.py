@@ -32,6 +32,7 @@ STEPS = (
     Step("sampling", "test_sampling.py", 20),
     Step("graphs", "test_graphs.py", 50),
     Step("loops", "test_loops.py", 50),
+    Step("settings", "test_settings.py", 60),
     Step("refresh", "test_refresh.py", 50),
     Step("processes", "test_processes.py", 45),
     Step("memory", "test_memory.py", 30),
