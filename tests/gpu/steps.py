@@ -29,6 +29,7 @@ STEPS = (
     Step("parity", "test_parity.py", 70, workers=4),
     Step("attention", "test_attention.py", 30),
     Step("forms", "test_attention_forms.py", 40),
+    Step("fixed", "test_fixed.py", 40),
     Step("sampling", "test_sampling.py", 20),
     Step("graphs", "test_graphs.py", 50),
     Step("loops", "test_loops.py", 50),
