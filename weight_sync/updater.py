@@ -32,7 +32,7 @@ from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part
-from weight_sync.transaction import STATUS_FIELDS, TransactionState, new_staging
+from weight_sync.transaction import STATUS_FIELDS, new_staging
 from weight_sync.update import CommitResult, WeightUpdate
 from weight_sync.update_book import Outcome, UpdateBook
 from weight_sync.update_groups import WeightUpdateGroups

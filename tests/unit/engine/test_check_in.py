@@ -49,9 +49,7 @@ def test_one_machine_with_another_library_or_none_refuses_the_start_on_all(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_machine_that_waits_says_whether_the_first_one_has_ended(
-    monkeypatch: pytest.MonkeyPatch, ends: bool
-) -> None:
+def test_a_machine_that_waits_says_whether_the_first_one_has_ended(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """The first machine holds what all have stated.  It ends when it sees that settings differ."""
     args = ServerArgs(model_path="m", tp_size=3, nnodes=3, dist_init_addr="127.0.0.1:1", node_rank=1)
     owner = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
@@ -59,6 +57,8 @@ def test_a_machine_that_waits_says_whether_the_first_one_has_ended(
     monkeypatch.setattr(rendezvous, "JOIN_TIMEOUT_S", 0.5)
     if ends:
         del owner
-    said = "machine 0 ended while machine 1 waited for all of them" if ends else "machine 0 of 3 did not come within 0.5 s"
+    said = (
+        "machine 0 ended while machine 1 waited for all of them" if ends else "machine 0 of 3 did not come within 0.5 s"
+    )
     with pytest.raises(StartupError, match=said):
         rendezvous.check_in(store, args, 1, None)
