@@ -6,8 +6,8 @@ call: a benchmark may put others in their place, one row after the other, and it
 
 Tiles were chosen by arithmetic (below), but for one border.  On an H100 they were within 1 % of the best at all loads
 but two, and `grouped_mm` was never the best (docs/benchmarks/gpu.md).  The two were one token and R = 64.  At R = 64
-the largest tile was 2 % faster, at R = 32 it was not: so the border of bfloat16 is between these now.  Triton serves every
-load: one implementation keeps a token's bits the same in decode and prefill.
+the largest tile was 2 % faster, at R = 32 it was not: so the border of bfloat16 is between these now.  Triton serves
+every load: one implementation keeps a token's bits the same in decode and prefill.
 
     R small    reading the weights once is the limit: small tiles, so that the few experts of one token give every
                multiprocessor work, and many stages, so that enough bytes are under way
