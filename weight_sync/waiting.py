@@ -31,7 +31,7 @@ class Patience:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the waits of this call were cancelled."""
+        """True once the waits of this call were cancelled."""
         return self._reason is not None
 
     def check(self) -> None:

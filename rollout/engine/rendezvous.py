@@ -71,7 +71,7 @@ def check_in(store: dist.Store, args: ServerArgs, rank: int, grammars: str | Non
     except dist.DistNetworkError:
         raise StartupError(
             f"machine 0 ended while machine {args.node_rank} waited for all of them "
-            f"(--dist-init-addr {args.dist_init_addr}): its output says why"
+            f"(--dist-init-addr {args.dist_init_addr}): read its output"
         ) from None
 
 

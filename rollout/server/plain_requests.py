@@ -261,7 +261,7 @@ class PlainProtocol(H11Protocol):
             self._hold(rest)
 
     def _hold(self, data: bytes) -> None:
-        """Keep what came behind a request.  Go on reading while it is little: else nobody would see the client go."""
+        """Keep what came behind a request.  Go on reading while it is little, to see a client that leaves."""
         self._held += data
         if len(self._held) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()

@@ -74,7 +74,7 @@ def own_module(case: PagedCase, monkeypatch: pytest.MonkeyPatch) -> AttentionBac
 def test_prompts_by_flash_attention_3_match_float64(
     step: str, form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
 ) -> None:
-    """Where the module is installed it must be taken: what refused it is in the message."""
+    """Require the module to be taken if it is installed.  The message has the reason for a refusal."""
     case, lengths = PagedCase(GROUPED, torch.bfloat16, device), STEPS[step]
     backend = own_module(case, monkeypatch)
     facts["prompts"] = backend.prompts
@@ -91,7 +91,7 @@ def test_prompts_by_flash_attention_3_match_float64(
 def test_prompts_in_expanded_form_match_float64(
     most: int, device: torch.device, on_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All prompts are expanded, prefixes joined in one round and in several, next to tokens that decode."""
+    """Prompts are expanded, prefixes joined in one round and in several, next to tokens that decode."""
     if on_cuda:
         need_module("flashinfer", FLASHINFER_HOW)
     monkeypatch.setattr(flashinfer_expanded, "saves_products", lambda *_: True)

@@ -60,7 +60,7 @@ def alone(given: dict[str, Any], token: int, names: tuple[str, ...] = ("out", "h
 def test_gated_delta_matches_plain_torch_in_float64(
     op: Any, dtype: torch.dtype, device: torch.device, on_cuda: bool, facts: dict[str, Any]
 ) -> None:
-    """As near as plain torch in the same dtype is; chunks, and rows in another order, change no bit of a sequence."""
+    """Compare with plain torch in the same dtype.  Chunks and another order of rows change no bit of a sequence."""
     sizes, lens = (Sizes(4, 8, 128, 128, 4), (1, 37, 3, 20)) if on_cuda else (Sizes(2, 4, 12, 10, 4), (1, 11, 3, 5))
     numbers = Sequences(sizes, lens, dtype)
     mine, wanted = numbers.to(dtype, device), numbers.to(torch.float64)
