@@ -1,7 +1,7 @@
 """Three more forms of attention on the device against float64: keys in FP8, FlashAttention 3's own module for prompts,
 and prompts of latents in expanded form.
 
-They have a step of their own, as a module of FlashInfer that nobody has built is compiled for a minute or more.
+They have a step of their own: FlashInfer compiles a module at its first use, for a minute or more.
 """
 
 from __future__ import annotations

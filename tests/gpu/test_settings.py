@@ -74,7 +74,7 @@ def with_scales(folder: Path, plain: Path) -> Path:
 def test_an_engine_with_keys_and_values_in_fp8(
     scaled: bool, tmp_path: Path, device: torch.device, facts: dict[str, Any]
 ) -> None:
-    """Scores are near those of whole keys, and samples have the scores that they get as a prompt."""
+    """Compare scores with an engine of whole keys, and scores of samples with scores of the same tokens as a prompt."""
     plain = checkpoint(tmp_path / "model", device, "dense", seed=1)
     served, dense = (
         with_scales(tmp_path / "scaled", plain) if scaled else plain,
