@@ -149,7 +149,7 @@ def main() -> None:
             rows += delta.run(delta.DEMO if shape == "S" else shape, console)  # the demo's model is the small one
     if "refresh" in args.only:
         rows += sender_costs.run(console)
-        rows += refresh_costs.run(list(refresh_costs.LAYERS), args.rounds, console)
+        rows += refresh_costs.run(list(refresh_costs.LAYERS), args.rounds, console, against=args.against)
         rows += stored_costs.run(args.rounds, console, against=args.against)
     if "adapters" in args.only:
         rows += adapter_refresh.run(args.rounds, console)
