@@ -23,7 +23,9 @@ MAX_KEPT_BYTES = 64 << 20
 """JSON that is kept to be compared: a refresh of 100,000 tensors has 10 MB."""
 _BEGINNING = b'"names":["'
 _KEY_BYTES = 512
-"""Bytes of the beginning by which kept JSON is found.  Of lists that begin alike the one that came last is kept."""
+"""Bytes of the beginning by which kept JSON is found."""
+ALIKE = 4
+"""Lists of one beginning that are kept, those that were read last.  A manifest begins as the first bucket."""
 _KINDS: tuple[Any, ...] = (list[str], list[str], list[list[StrictSize]], StrictBoxes)
 _NONE = msgspec.Raw(b"null")
 
@@ -75,7 +77,7 @@ class KnownLists:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._num_names: dict[bytes, int] = {}  # by digest, oldest first
-        self._kept: dict[bytes, RawLists] = {}  # by their beginning, oldest first
+        self._kept: dict[bytes, list[RawLists]] = {}  # by their beginning, oldest first, and so the lists of each
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -106,20 +108,27 @@ class KnownLists:
         start = data.find(_BEGINNING)
         key = data[start : start + _KEY_BYTES]
         with self._lock:
-            lists = self._kept.pop(key, None) if start >= 0 else None
-            if lists is not None:
-                self._kept[key] = lists  # the one that came last
-        if lists is None or not data.startswith(_inside(lists), start):
-            return None
-        return CutBody(data, start, lists)
+            alike = self._kept.pop(key, None) if start >= 0 else None
+            if alike is not None:
+                self._kept[key] = alike  # the one that came last
+            found = tuple(alike or ())
+        for lists in found:
+            if data.startswith(_inside(lists), start):
+                return CutBody(data, start, lists)
+        return None
 
     def _keep(self, lists: RawLists) -> None:
         key = lists.data[1 : 1 + _KEY_BYTES]
         if not _KEY_BYTES <= len(_inside(lists)) <= self._max_bytes:
             return
         with self._lock:
-            replaced = self._kept.pop(key, None)
-            self._kept[key] = lists
-            self._num_bytes += len(lists.data) - (0 if replaced is None else len(replaced.data))
+            alike = self._kept.pop(key, [])
+            others = [other for other in alike if other.digest != lists.digest][1 - ALIKE :]
+            self._kept[key] = [*others, lists]
+            self._num_bytes += _num_bytes(self._kept[key]) - _num_bytes(alike)
             while self._num_bytes > self._max_bytes:
-                self._num_bytes -= len(self._kept.pop(next(iter(self._kept))).data)
+                self._num_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
+
+
+def _num_bytes(alike: list[RawLists]) -> int:
+    return sum(len(lists.data) for lists in alike)
