@@ -8,6 +8,7 @@ a request.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -264,17 +265,21 @@ def _print(rows: list[dict], sizes: Sizes, console: Console) -> None:
 
 
 def main() -> None:
-    """Measure one mode by itself: `python -m benchmarks.front MODE IN_FLIGHT SECONDS [model] [PROMPT+NEW]`."""
-    name, count, seconds, *rest = sys.argv[1:]
-    chosen = tuple(mode for mode in MODES if mode.name == name)
-    sizes = next((Sizes.parse(word) for word in rest if "+" in word), SIZES)
+    """Measure one mode by itself."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.front", description=main.__doc__)
+    parser.add_argument("mode", choices=[mode.name for mode in MODES])
+    parser.add_argument("in_flight", type=int, help="requests in flight")
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("engine", nargs="?", choices=("null", "model"), default="null", help="default: no model")
+    parser.add_argument("sizes", nargs="?", type=Sizes.parse, default=SIZES, help="tokens, PROMPT+NEW")
+    args = parser.parse_args()
     run(
-        float(seconds),
+        args.seconds,
         Console(width=220),
-        in_flight=(int(count),),
-        modes=chosen,
-        has_model="model" in rest,
-        sizes=sizes,
+        in_flight=(args.in_flight,),
+        modes=tuple(mode for mode in MODES if mode.name == args.mode),
+        has_model=args.engine == "model",
+        sizes=args.sizes,
     )
 
 

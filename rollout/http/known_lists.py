@@ -25,7 +25,7 @@ _BEGINNING = b'"names":["'
 _KEY_BYTES = 512
 """Bytes of the beginning by which kept JSON is found."""
 ALIKE = 4
-"""How many lists with the same beginning are kept: the newest ones.  A manifest begins as the first bucket does."""
+"""The number of lists with the same beginning that are kept.  A manifest begins as its first bucket does."""
 _KINDS: tuple[Any, ...] = (list[str], list[str], list[list[StrictSize]], StrictBoxes)
 _NONE = msgspec.Raw(b"null")
 
