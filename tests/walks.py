@@ -18,7 +18,8 @@ runs for one has a name with `route` or `expert_ids` in it.
 4: the turn that is most frequent.  A call of a function in `rollout/kernels/` is an operator's.
 
 5: a whole refresh in one bucket, which is the body of a call, after others.  Files of the server alone count, without
-functions that an idle server calls as well.
+functions that an idle server calls as well.  The second number leaves out functions that other control verbs call, too:
+a pause, a flush of the cache, and a continue.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Walks:
     step: list[Call]
     idle: list[Call]
     bucket: set[str]
+    only_bucket: set[str]
 
 
 def measure() -> Walks:
@@ -89,18 +91,20 @@ def measure() -> Walks:
     with tempfile.TemporaryDirectory(prefix="walks-") as name:
         folder = Path(name)
         model = tiny_checkpoint(folder / "model", "moe")
-        plain, routed, buckets, long, idle = _serve(model, folder)
+        plain, routed, buckets, verbs, long, idle = _serve(model, folder)
         expert = _move_an_expert(model)
     everywhere, with_routes = _in_all(window.functions() for window in plain), _in_all(w.functions() for w in routed)
     only_with_routes = {function.file for function in with_routes - everywhere}
     named = {function.file for function in with_routes if _names_routes(function)}
+    of_bucket = _in_all(map(_called, buckets)) - _called(idle)
     return Walks(
         token=_in_all(window.files() for window in plain),
         expert=expert,
         routed_id=only_with_routes | named,
         step=steady(turns_of(long.calls)),
         idle=steady(turns_of(idle.calls)),
-        bucket={function.file for function in _in_all(map(_called, buckets)) - _called(idle)},
+        bucket={function.file for function in of_bucket},
+        only_bucket={function.file for function in of_bucket - set().union(*map(_called, verbs))},
     )
 
 
@@ -120,8 +124,12 @@ def _names_routes(function: Function) -> bool:
 # --- a server ----------------------------------------------------------------------------------------------------
 
 
-def _serve(model: Path, folder: Path) -> tuple[list[Window], list[Window], list[Window], Window, Window]:
-    """Return windows of short requests without and with routes, of refreshes, of a long request, of an idle server."""
+def _serve(model: Path, folder: Path) -> tuple[list[Window], list[Window], list[Window], list[Window], Window, Window]:
+    """Return windows of a server.
+
+    They are of short requests without and with routes, of refreshes, of other control verbs, of a long request, and of
+    no request.
+    """
     records = folder / "records"
     records.mkdir()
     settings = {"max_total_tokens": 1024, "dtype": "float32", "enable_return_routed_experts": True}
@@ -153,6 +161,11 @@ def _serve(model: Path, folder: Path) -> tuple[list[Window], list[Window], list[
             with window(), server.client.weight_transaction(str(number)) as update:
                 update.send("update_weights_from_tensor", serialized_named_tensors=[tensors], format="safetensors")
         del windows[-WARM_UPS - REPEATS : -REPEATS]
+        for _ in range(REPEATS):
+            with window():
+                for verb in ("pause_generation", "flush_cache", "continue_generation"):
+                    reply = server.http.post(f"/{verb}", json={})
+                    assert reply.status_code == 200, reply.text
         with window():
             generate(200)
         with window():
@@ -161,8 +174,8 @@ def _serve(model: Path, folder: Path) -> tuple[list[Window], list[Window], list[
     for calls in calls_of_children(records).values():
         for one in windows:
             one.calls += [call for call in calls if one.start <= call.at <= one.end]
-    plain, routed, refreshes = (windows[REPEATS * first : REPEATS * (first + 1)] for first in range(3))
-    return plain, routed, refreshes, windows[-2], windows[-1]
+    plain, routed, refreshes, verbs = (windows[REPEATS * first : REPEATS * (first + 1)] for first in range(4))
+    return plain, routed, refreshes, verbs, windows[-2], windows[-1]
 
 
 # --- two ranks ---------------------------------------------------------------------------------------------------
@@ -212,8 +225,10 @@ def report(walks: Walks, *, with_files: bool) -> Iterator[str]:
         yield f"{title}: {len(turn)} calls in {len(files)} files; {between}"
         for call in turn if with_files else ():
             yield f"       {'*' if is_poll(call) else ' '} {call.function.file}: {call.function.name}"
-    yield f"5  files of weights, from begin to the end: {len(walks.bucket)}"
-    yield from (f"       {file}" for file in sorted(walks.bucket) if with_files)
+    only = len(walks.only_bucket)
+    yield f"5  files of weights, from begin to the end: {len(walks.bucket)}; for no other control verb (+): {only}"
+    for file in sorted(walks.bucket) if with_files else ():
+        yield f"       {'+' if file in walks.only_bucket else ' '} {file}"
 
 
 def main() -> None:
