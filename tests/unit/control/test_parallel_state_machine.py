@@ -237,14 +237,15 @@ class Ranks(RuleBasedStateMachine):
     def break_staging(self, point: str, victim: int) -> None:
         engine = self.world.engine
         model = engine.schedulers[victim % len(engine.schedulers)].runner.state.model
-        inner = getattr(ShadowStaging, point)
+        for name in ("write", "write_spans") if point == "write" else (point,):  # planned buckets, and others
+            inner = getattr(ShadowStaging, name)
 
-        def faulty(staging: ShadowStaging, *arguments: Any) -> Any:
-            if staging._weights._entries is model.weights._entries:  # type: ignore[attr-defined]
-                raise OSError("a fault of one rank")
-            return inner(staging, *arguments)
+            def faulty(staging: ShadowStaging, *arguments: Any, inner: Any = inner) -> Any:
+                if staging._weights._entries is model.weights._entries:  # type: ignore[attr-defined]
+                    raise OSError("a fault of one rank")
+                return inner(staging, *arguments)
 
-        self.patches.setattr(ShadowStaging, point, faulty)
+            self.patches.setattr(ShadowStaging, name, faulty)
 
     def break_transfer(self, point: str, victim: int) -> None:
         name = {"stage": "stage_local", "check": "check", "write": "write_new"}[point]
