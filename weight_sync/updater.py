@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from weight_sync.errors import CommitError, TransactionStateError
+from weight_sync.errors import CommitError, LostVoteError, TransactionStateError
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.ledger import Coverage
@@ -188,7 +188,7 @@ class WeightUpdater:
             failure = error
         try:
             if not self._vote(failure is None):
-                failure = failure or TransactionStateError("another rank could not verify the weight update")
+                failure = failure or LostVoteError("another rank could not verify the weight update")
         except BaseException as error:
             self.drop(str(failure or error), reported=True, by_sender=update_id is not None)
             raise

@@ -46,7 +46,7 @@ from rollout.core.messages.weights import (
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from rollout.scheduler.serving_state import ServingState
-from weight_sync.errors import TransactionStateError
+from weight_sync.errors import LostVoteError, TransactionStateError
 from weight_sync.ledger import Coverage
 from weight_sync.update import WeightUpdate
 from weight_sync.update_rule import RULE, Deed, Engine, Relation
@@ -277,7 +277,7 @@ class WeightControl:
         if not self._consensus.vote(True):
             reason = "another rank could not open the weight update"
             updater.drop(reason, reported=True, by_sender=True)
-            raise TransactionStateError(reason)
+            raise LostVoteError(reason)
 
     def _refusal(self, verb: UpdateWeightsReqInput[Any], relation: Relation, deed: Deed) -> Exception | None:
         """Return why a call that brings tensors is turned away; None if it is not."""
