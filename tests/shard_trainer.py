@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rollout.client import RolloutClient
 from tests.model_zoo import logical_tensors
 from weight_sync.boxes import Box, index_of, whole_box
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import WeightRequestError, WeightSyncError
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.joint_update import JointUpdate
 from weight_sync.process_group import GroupHandle, free_port
@@ -150,6 +150,11 @@ def run_rank(rank: int, port: int, tensors: Tensors, label: str, point: str | No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS)
     sender = ShardSender({f"engine{n}": RolloutClient(url) for n, url in enumerate(urls)}, timeout_s=TIMEOUT_S)
+    try:
+        sender.connect(group_name=label, shared=True)
+        raise AssertionError("engines could wait for one another")
+    except WeightRequestError as error:
+        assert "leave out shared" in str(error) and not sender.connected
     sender.connect(group_name=label)
     if point is not None:
         arm(point, leads=rank == 0)

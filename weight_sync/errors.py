@@ -11,6 +11,7 @@ WeightSyncError               500
 +-- TransactionStateError     409  begin while open, end without begin, end of a failed transaction
 |   +-- BaseMismatchError     409  the serving weights are not the ones that the sender starts from
 |   +-- CopiesDifferError     409  places that must hold the same content do not
+|   +-- LostVoteError         409  another rank refused; the caller gets that rank's reason
 +-- TransportError            502  rendezvous or receive failed or ran into its deadline
 +-- LocalCheckpointError      500  a local checkpoint folder could not be written
 +-- StagingError              500  old content cannot be kept, or restored
@@ -76,6 +77,10 @@ class BaseMismatchError(TransactionStateError):
 
 class CopiesDifferError(TransactionStateError):
     """Replicas on one rank, or copies on several, that must hold the same content do not."""
+
+
+class LostVoteError(TransactionStateError):
+    """This rank was ready, and another one was not.  That one has the reason."""
 
 
 class TransportError(WeightSyncError):

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from weight_sync.boxes import Box, box_text
 from weight_sync.content import TensorTable
-from weight_sync.errors import CopiesDifferError, CoverageError, TransactionStateError, listed
+from weight_sync.errors import CopiesDifferError, CoverageError, LostVoteError, listed
 from weight_sync.ledger import Numbers, PlannedBoxes
 from weight_sync.rank_parts import Exchange, covering, numbers_of, region_of
 from weight_sync.tensor_meta import Region
@@ -202,10 +202,10 @@ class RankShares(NamedTuple):
 
     @classmethod
     def decoded(cls, data: bytes) -> RankShares:
-        """Return what `data` is the wire form of.  Raises `TransactionStateError` for anything else."""
+        """Return what `data` is the wire form of.  Raises `LostVoteError` for anything else."""
         count, rest = divmod(len(data) - len(_MAGIC), _ROW.itemsize)
         if not data.startswith(_MAGIC) or rest:
-            raise TransactionStateError("another rank could not verify the weight update")
+            raise LostVoteError("another rank could not verify the weight update")
         rows = np.ndarray(count, _ROW, data, len(_MAGIC))
         return cls(**{name: rows[name] for name in cls._fields})
 

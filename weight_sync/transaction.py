@@ -270,7 +270,10 @@ class WeightTransaction:
         return plan
 
     def fail(self, reason: str) -> None:
-        """Fail, OPEN -> FAILED, over a bucket that never came here.  The model is as it was before the first bucket."""
+        """Fail, OPEN -> FAILED, over a bucket that never came here.
+
+        The model is as it was before the first bucket, or `torn` has the reason.
+        """
         if self.state is TransactionState.OPEN:
             self.state = TransactionState.FAILED
             self.failure = reason
@@ -339,7 +342,7 @@ class WeightTransaction:
 
     @contextmanager
     def _failing(self, verb: str) -> Iterator[None]:
-        """Fail the transaction on any error inside; a `StagingError` states what serves then.
+        """Fail the transaction on any error inside; a `StagingError` states what is in the model then.
 
         Raises `TransactionStateError` unless OPEN.
         """
@@ -349,7 +352,7 @@ class WeightTransaction:
         except Exception as error:
             self.fail(str(error))
             if isinstance(error, StagingError):
-                raise StagingError(f"{error}; {self.torn or 'the old weights serve on'}") from error
+                raise StagingError(f"{error}; {self.torn or 'the old weights were restored'}") from error
             raise
 
     def _require(self, state: TransactionState, verb: str) -> None:

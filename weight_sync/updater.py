@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from weight_sync.errors import CommitError, TransactionStateError
+from weight_sync.errors import CommitError, LostVoteError, TransactionStateError
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.ledger import Coverage
@@ -50,9 +50,9 @@ class WeightUpdater:
     deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  `exchange`: what
     each of them brings, on the I/O side.  `max_call_bytes`: of one call, by default twice the model's.  `staging`:
     where tensors are until the commit; `journal_dir`: see `new_staging`; `memory`: what they take, by default given
-    back after each update.  `pace`: see `deliver`; called with 0 when a call begins.  `clock`: monotonic, for leases.
-    `target`, `quantised`: see `UpdateTarget`; by default `weights` as they lie, held as they come.  `cast`: of updates
-    that do not say, see `WeightTransaction`.
+    back after each update.  `pace`: see `deliver`; called with 0 when a call begins.  `patience`: of waits for senders.
+    `clock`: monotonic, for leases.  `target`, `quantised`: see `UpdateTarget`; by default `weights` as they lie, held
+    as they come.  `cast`: of updates that do not say, see `WeightTransaction`.
 
     `update`: the one that is open.  `book`: how the last ones ended.  `model`: what they refresh; `per_rank`: by rank.
     """
@@ -73,14 +73,14 @@ class WeightUpdater:
         rank: int = 0,
         ranks: int = 1,
         pace: Callable[[float], None] | None = None,
+        patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_call_bytes: int | None = None,
         quantised: HeldFormats = AS_SENT,
         cast: bool = False,
     ) -> None:
         self.update: WeightUpdate | None = None
-        self.book = UpdateBook()
-        self.patience = Patience()
+        self.book, self.patience = UpdateBook(), patience or Patience()
         self._device, self._timeout_s, self._held = torch.device(device), timeout_s, memory or HeldMemory()
         self.groups = WeightUpdateGroups(self._device, timeout_s, self.patience)
         self.rank, self.ranks, self._pace = rank, ranks, pace
@@ -188,7 +188,7 @@ class WeightUpdater:
             failure = error
         try:
             if not self._vote(failure is None):
-                failure = failure or TransactionStateError("another rank could not verify the weight update")
+                failure = failure or LostVoteError("another rank could not verify the weight update")
         except BaseException as error:
             self.drop(str(failure or error), reported=True, by_sender=update_id is not None)
             raise

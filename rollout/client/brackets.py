@@ -74,7 +74,7 @@ class Pause:
 class WeightTransaction(JointUpdate):
     """A weight update of one version on all engines: `send` its content; it is in force at the end of the block.
 
-    An exception in the block aborts it, and the old weights serve on.  Used once.
+    An exception in the block aborts it, and the old weights serve on, unless staging is `in_place`.  Used once.
     """
 
     def send(self, transport: Transport, **fields: Any) -> dict[str, dict[str, Any]]:

@@ -97,7 +97,7 @@ class RolloutClient(Calls, Blocking):
 
         The block sends the content by `update.send(...)`.  `begin_options`: further arguments of `begin_weight_update`.
         For broadcasts from a model see `weight_sync.sender`.
-        Raises `EngineError` with the server's refusal; unless it states otherwise, the old weights serve on.
+        Raises `EngineError` with the refusal; unless it states otherwise, or staging is `in_place`, old weights serve.
         """
         timeout_s = self._connection.timeouts.weights
         return transaction({self.base_url: self}, None, timeout_s, weight_version, coverage, "abort_all", begin_options)

@@ -170,7 +170,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
         `on_engine_failure`: an engine's failure aborts the update on all (`abort_all`), or leaves the engine out of the
         fleet until it has the version (`leave_out`).  No engine is taken back meanwhile.
-        Raises `EngineError`; unless its `committed` states otherwise the old weights serve on everywhere.
+        Raises `EngineError`; unless its `committed` states otherwise, or staging is `in_place`, old weights serve.
         """
         with self.held():
             clients = {engine.url: engine.client for engine in await self._some_in_use()}

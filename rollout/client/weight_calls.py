@@ -228,7 +228,7 @@ class WeightCalls:
 
     @method
     def abort_weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
-        """Drop an open refresh; the old weights serve on."""
+        """Drop an open refresh; the answer states which weights serve."""
         return method_call(AbortWeightUpdateReqInput, locals())
 
     @method

@@ -117,14 +117,19 @@ class Control:
         if verb.wait_id in self._waited:
             self._waited.remove(verb.wait_id)
             if not self._waited:
-                scheduler.serving.give_up_pause()
+                self._restore()
         self._end_waiting()
         return verb.answer(GiveUpPauseReply(paused=scheduler.serving.is_paused))
 
     def _end_waiting(self) -> None:
         """Restore the state before a pause that no caller waits for any more."""
+        if self._scheduler.serving.is_pausing and not self._awaited:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Restore the state before the last pause that waited, unless a continue has ended it."""
         serving = self._scheduler.serving
-        if serving.is_pausing and not self._awaited:
+        if serving.is_paused or serving.is_pausing:
             serving.give_up_pause()
             if not serving.is_paused:
                 self._weights.on_pause_given_up()

@@ -1,13 +1,15 @@
 """`LeaseMonitor`: ends a weight update or a pause whose lease expired, and reports torn weights.
 
     its lease expired                -> the transaction is dropped
-    a pause that no call continued   -> the transaction is dropped, the old version serves again (`--pause-timeout`)
+    a pause that no call continued   -> the transaction is dropped, generation goes on (`--pause-timeout`)
     an update wrote into the model   -> no step runs until it is over; requests wait
     weights neither old nor new      -> poisoned: requests end with 503 and the reason
 
 The weights of a draft that are neither are shown in the state, and stop nothing.
 
-Checked between steps before and after each weight verb, when generation is paused, and when a lease runs out.
+Checked between steps before and after each weight verb, when generation is paused or goes on, and when a lease runs
+out.  An update may end without a verb.  So `check`, which alone lets steps run after writes, first asks all ranks
+whether weights are torn.
 
 Only its sender's calls renew a lease:
 
@@ -79,6 +81,7 @@ class LeaseMonitor:
         self._starts_anew = False  # a pause has come, and the loss before it is not forgotten yet
         self._pause: Lease | None = None
         self._is_checked = True  # no verb has run since the last check
+        self._checked: WeightUpdate | None = None  # open at the last check
         self._torn: str | None = None
         self._open_before: WeightUpdate | None = None  # open when the current verb began
         self._is_own = False  # whether the current verb is a call of that update
@@ -130,15 +133,38 @@ class LeaseMonitor:
         at which they came.
         """
         self._await_own(waiting)
-        expired, pause_ended = self._updater.expire(), self._end_pause()
-        if expired or pause_ended or not self._is_checked:
-            self._torn, self._is_checked = self._torn_anywhere(self._updater.torn), True
-            if self._draft is not None:
-                self._draft.torn_elsewhere = self._torn_anywhere(self._draft.torn)
-        self._scheduler.serving.write(self._updater.is_dirty)
+        self._updater.expire()
+        ended = self._end_pause()
+        if not self._is_checked or self._updater.update is not self._checked:  # an update ended, by whatever way
+            self._find_torn()
         if self._torn is not None and self._scheduler.serving.poisoned is None:
             self._scheduler.poison(self._torn)
+        self._scheduler.serving.write(self._updater.is_dirty)
+        if ended is not None:
+            is_whole = self._scheduler.serving.poisoned is None
+            say(f"{ended}; {'serving again' if is_whole else 'the weights are poisoned'}", "WARNING")
         return min(self._updater.lease_deadline, math.inf if self._pause is None else self._pause.deadline)
+
+    def abort_message(self) -> str:
+        """Return the answer to an abort, and which weights serve now; all ranks call it together, between steps."""
+        serving, draft = self._scheduler.serving, self._draft
+        self._find_torn()
+        found = "the previous weights serve"
+        poisoned = serving.poisoned or self._torn
+        if poisoned is not None:
+            found = f"the weights are poisoned: {poisoned}; send a complete refresh"
+        elif serving.withheld is not None:
+            found = f"nothing serves: {serving.withheld}"
+        torn = None if draft is None else draft.version().torn
+        beside = "" if torn is None else f"; the draft has the content of no version: {torn}"
+        return f"Weight update aborted; {found}{beside}."
+
+    def _find_torn(self) -> None:
+        """Find out with all ranks whether weights are neither old nor new."""
+        self._torn = self._torn_anywhere(self._updater.torn)
+        if self._draft is not None:
+            self._draft.torn_elsewhere = self._torn_anywhere(self._draft.torn)
+        self._is_checked, self._checked = True, self._updater.update
 
     def _await_own(self, waiting: Iterable[tuple[float, ControlReqInput[Any]]]) -> None:
         """Renew the leases for the sender's calls that came in time and wait for their turn."""
@@ -168,18 +194,17 @@ class LeaseMonitor:
         reasons = self._scheduler.parallel.tp.gather_bytes((own or "").encode())
         return next((text.decode() for text in reasons if text), None)
 
-    def _end_pause(self) -> bool:
-        """End the pause if its lease expired, and return whether it did."""
+    def _end_pause(self) -> str | None:
+        """End the pause if its lease expired, and return that as a reason; None if it did not."""
         if not self._scheduler.serving.is_paused:
             self._pause = None
         if self._pause is None or not self._pause.expired:
-            return False
+            return None
         reason = f"the pause was not continued within {self._pause.seconds:g} s (--pause-timeout)"
-        say(f"{reason}; serving again", "WARNING")
         if self._updater.is_open:
             self._updater.drop(reason)
         else:
             self._updater.book.record_loss(reason, reported=False)
         self._pause = None
         self._scheduler.serving.resume()
-        return True
+        return reason

@@ -20,6 +20,7 @@ import msgspec
 
 from rollout.core.errors import FatalError, LockstepError, status_of
 from rollout.distributed.communicator import Communicator, RankLostError
+from weight_sync.errors import LostVoteError
 
 T = TypeVar("T")
 
@@ -42,12 +43,16 @@ class VerbMark(msgspec.Struct, frozen=True):
 
 
 class _Report(msgspec.Struct):
-    """`payload` None: this rank's part is over, with `error` and its status.  An empty `error` means success."""
+    """`payload` None: this rank's part is over, with `error` and its status.  An empty `error` means success.
+
+    `is_echo`: this rank failed as another one refused, which has the reason.
+    """
 
     mark: VerbMark
     payload: bytes | None = None
     error: str = ""
     status_code: int = 200
+    is_echo: bool = False
 
 
 class RankConsensus:
@@ -98,7 +103,8 @@ class RankConsensus:
     def run(self, mark: VerbMark, work: Callable[[], T], roll_back: Callable[[str], None] | None) -> T:
         """Run `work()` on every rank.  `roll_back(reason)` undoes it if another rank failed.
 
-        Raises this rank's error, else `PeerRankError` with the error of the first rank that failed; `FatalError`.
+        Raises this rank's error, else `PeerRankError` with the error of the first rank that failed; `FatalError`.  A
+        lost vote is no error of this rank's own, where another rank reports one.
         """
         if self.is_alone:
             return work()
@@ -114,7 +120,7 @@ class RankConsensus:
             raise self._failure from error
         failure = _failure_of(self._share(_over(mark, error)))
         if error is not None:
-            raise error
+            raise (failure or error) if isinstance(error, LostVoteError) else error
         if failure is not None:
             if roll_back is not None:
                 roll_back(str(failure))
@@ -139,14 +145,16 @@ class RankConsensus:
 def _over(mark: VerbMark, error: Exception | None) -> _Report:
     if error is None:
         return _Report(mark)
-    return _Report(mark, error=str(error) or type(error).__name__, status_code=status_of(error))
+    text, is_echo = str(error) or type(error).__name__, isinstance(error, LostVoteError)
+    return _Report(mark, error=text, status_code=status_of(error), is_echo=is_echo)
 
 
 def _failure_of(reports: list[_Report]) -> PeerRankError | None:
     """Return why the verb has failed, the same for all ranks; None if all go on, or all have succeeded."""
-    for rank, report in enumerate(reports):
-        if report.error:
-            return PeerRankError(f"rank {rank}: {report.error}", report.status_code)
+    failed = [(rank, report) for rank, report in enumerate(reports) if report.error]
+    if failed:
+        rank, report = min(failed, key=lambda found: found[1].is_echo)
+        return PeerRankError(f"rank {rank}: {report.error}", report.status_code)
     over = [report.payload is None for report in reports]
     if any(over) and not all(over):
         states = f"rank {over.index(True)} had nothing left to agree on, rank {over.index(False)} had"

@@ -46,7 +46,7 @@ from rollout.core.messages.weights import (
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from rollout.scheduler.serving_state import ServingState
-from weight_sync.errors import TransactionStateError
+from weight_sync.errors import LostVoteError, TransactionStateError
 from weight_sync.ledger import Coverage
 from weight_sync.update import WeightUpdate
 from weight_sync.update_rule import RULE, Deed, Engine, Relation
@@ -98,6 +98,7 @@ class WeightControl:
         self._begin = WeightBegin(scheduler, updater, adoption, companions)
         self._registered = companions.registered
         self._status = updater.status()  # when the verb that is under way began
+        self._is_given_up = False  # the pause, while a verb was under way
         self._queue.add(
             {
                 **WeightGroups(updater, scheduler.parallel.position).jobs,
@@ -161,10 +162,16 @@ class WeightControl:
             raise Conflict(f"a weight update is being received in this pause {way_out}")
 
     def on_pause_given_up(self) -> None:
-        """Note that generation goes on without a continue."""
-        if not self._queue.busy and self._has_implicit_update:
-            self._updater.drop("the pause in which it was sent was given up")
+        """Note that generation goes on without a continue.  The update of that pause is dropped once no verb runs."""
+        self._is_given_up = True
+        if not self._queue.busy:
+            self._drop_given_up()
             self._queue.call()
+
+    def _drop_given_up(self) -> None:
+        if self._is_given_up and self._has_implicit_update:
+            self._updater.drop("the pause in which it was sent was given up")
+        self._is_given_up = False
 
     @property
     def _has_implicit_update(self) -> bool:
@@ -210,6 +217,7 @@ class WeightControl:
         self._status = self._updater.status()
 
     def _after_verb(self, verb: ControlReqInput[Any], succeeded: bool) -> None:
+        self._drop_given_up()
         self._leases.on_verb(verb, succeeded)
         self._begin.note_digests()
         self._registered.settle()
@@ -277,7 +285,7 @@ class WeightControl:
         if not self._consensus.vote(True):
             reason = "another rank could not open the weight update"
             updater.drop(reason, reported=True, by_sender=True)
-            raise TransactionStateError(reason)
+            raise LostVoteError(reason)
 
     def _refusal(self, verb: UpdateWeightsReqInput[Any], relation: Relation, deed: Deed) -> Exception | None:
         """Return why a call that brings tensors is turned away; None if it is not."""
@@ -325,13 +333,13 @@ class WeightControl:
 
         def step(_: Any) -> tuple[str, CommitReply]:
             self._registered.drop_deferred()
-            return "Weight update aborted; the previous weights serve.", CommitReply()
+            return self._leases.abort_message(), CommitReply()
 
         is_only_registered = not self._updater.is_open and verb.update_id is None and self._registered.has_deferred
         return Job(verb, nothing if is_only_registered else lambda: self._updater.abort(verb.update_id), step)
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
-        step = replies("Weight update aborted; the previous weights serve.", NoReply())
+        step = lambda _: (self._leases.abort_message(), NoReply())  # noqa: E731
         return Job(verb, lambda: self._updater.abort(verb.update_id), step)
 
     def _continue(self, verb: _Continue) -> Job:

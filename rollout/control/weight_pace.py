@@ -56,13 +56,13 @@ class WeightPace:
         self,
         scheduler: Scheduler,
         give_way: Callable[[], None],
+        patience: Patience,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
-        patience: Patience | None = None,
     ) -> None:
         self._scheduler, self._clock, self._sleep = scheduler, clock, sleep
         self._give_way = give_way
-        self.patience = patience or Patience()
+        self.patience = patience
         self._alone = (0.0, 0.0)  # seconds and number of steps in the last rests, which count less with age
         self._debt = 0.0  # seconds lost, less the allowance
         self._work_s = 0.0  # since the last rest

@@ -44,6 +44,7 @@ from weight_sync.held_memory import HeldMemory
 from weight_sync.ledger import Coverage
 from weight_sync.tensor_meta import LogicalWeights
 from weight_sync.updater import WeightUpdater
+from weight_sync.waiting import Patience
 
 
 def build_control(
@@ -81,7 +82,8 @@ def build_control(
     )
     saver = None if pages is None else _memory_saver(scheduler, model, of_draft, pages)
     held = HeldMemory(keep=args.keep_staging_memory)
-    pace = WeightPace(scheduler, give_way) if device.type == "cpu" else None
+    patience = Patience()
+    pace = WeightPace(scheduler, give_way, patience) if device.type == "cpu" else None
     updater = WeightUpdater(
         model.weights,
         device=device,
@@ -96,13 +98,12 @@ def build_control(
         rank=parallel.position.tp_rank,
         ranks=parallel.layout.tp_size,
         pace=pace,
+        patience=patience,
         clock=lambda: scheduler.now,
         max_call_bytes=args.max_weight_call_bytes,
         quantised=_held_formats(args, model),
         cast=args.cast_weight_updates,
     )
-    if pace is not None:
-        pace.patience = updater.patience
     state = runner.state
     draft = None if state.draft is None else DraftTarget(state.draft, model.weights, partial(_require_memory, saver))
     targets = AdapterTargets(state.adapters)

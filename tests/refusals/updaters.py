@@ -282,7 +282,7 @@ def memory_rows() -> Iterator[Row]:
     for at in range(11):
         name = f"updater-memory-53 unirl 480, write {at} stops-journal"
         yield Row(name, updater("journal", odd=True), write_fails(at), OSError, "no such luck")
-    full = "cannot be written to the journal: .*No space left.*the old weights serve on"
+    full = "cannot be written to the journal: .*No space left.*the old weights were restored"
     yield Row("updater-memory-the disk is full-journal", updater("journal"), disk_is_full, StagingError, full)
     yield Row(
         "updater-memory-no journal-journal",

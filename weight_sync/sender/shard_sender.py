@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from weight_sync.errors import TransactionStateError
+from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.sender.carriers import Transport
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket
@@ -58,9 +58,17 @@ class ShardSender(WeightSender):
         """A plan, and the form of the shards that it is for."""
 
     def connect(self, *, group_name: str = "weight_update_group", **options: Any) -> None:
-        """Join a group with each engine, as `WeightSender.connect`; each rank's has its number after its name."""
+        """Join a group with each engine, as `WeightSender.connect`; each rank's has its number after its name.
+
+        Raises `WeightRequestError` for `shared` on several trainer ranks, before an engine hears of it.
+        """
         ranks = self._ranks()
         rank = 0 if ranks is None else ranks.rank
+        if options.get("shared") and ranks is not None and ranks.world_size > 1:
+            raise WeightRequestError(
+                "engines of a shared group may wait for one another, as calls of several trainer ranks come in any "
+                "order: leave out shared"
+            )
         super().connect(group_name=f"{group_name}-{rank}", **options)
 
     def refresh_shards(

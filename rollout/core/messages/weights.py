@@ -183,7 +183,7 @@ class EndWeightUpdateReqInput(OfUpdateReqInput[CommitReply]):
 
 
 class AbortWeightUpdateReqInput(OfUpdateReqInput[NoReply]):
-    """Drop the open weight update: the previous weights serve."""
+    """Drop the open weight update.  The answer states which weights serve."""
 
     endpoint = Endpoint(path="/abort_weight_update", tag="weights")
 

@@ -7,7 +7,7 @@ generates with the content that was last committed.  Engines that are wrong on p
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +39,9 @@ from tests.published_versions import write_checkpoint
 from tests.tiers import examples
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.publisher import publish_encoded
+from weight_sync.homes import Homes
 from weight_sync.shadow import ShadowStaging
+from weight_sync.tensor_meta import Place
 
 EXPERT = "model.layers.1.mlp.experts.5.down_proj.weight"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -235,14 +237,15 @@ class Ranks(RuleBasedStateMachine):
     def break_staging(self, point: str, victim: int) -> None:
         engine = self.world.engine
         model = engine.schedulers[victim % len(engine.schedulers)].runner.state.model
-        inner = getattr(ShadowStaging, point)
+        for name in ("write", "write_spans") if point == "write" else (point,):  # planned buckets, and others
+            inner = getattr(ShadowStaging, name)
 
-        def faulty(staging: ShadowStaging, *arguments: Any) -> Any:
-            if staging._weights._entries is model.weights._entries:  # type: ignore[attr-defined]
-                raise OSError("a fault of one rank")
-            return inner(staging, *arguments)
+            def faulty(staging: ShadowStaging, *arguments: Any, inner: Any = inner) -> Any:
+                if staging._weights._entries is model.weights._entries:  # type: ignore[attr-defined]
+                    raise OSError("a fault of one rank")
+                return inner(staging, *arguments)
 
-        self.patches.setattr(ShadowStaging, point, faulty)
+            self.patches.setattr(ShadowStaging, name, faulty)
 
     def break_transfer(self, point: str, victim: int) -> None:
         name = {"stage": "stage_local", "check": "check", "write": "write_new"}[point]
@@ -306,6 +309,11 @@ def _stale_staged_buffer(patches: pytest.MonkeyPatch, world: World) -> None:
     patches.setattr(WeightIndex, "under_proposed_placement", lambda self: self)
 
 
+def _constant_places_key(patches: pytest.MonkeyPatch, world: World) -> None:
+    """Keep the places of a refresh, and the plans for them, although experts have moved since."""
+    patches.setattr(WeightIndex, "places_key", lambda self: self._is_proposed)
+
+
 def _no_fence(patches: pytest.MonkeyPatch, world: World) -> None:
     """Move experts although a weight update is open."""
     patches.setattr(WeightControl, "under_way", None)
@@ -319,19 +327,19 @@ def _no_fence(patches: pytest.MonkeyPatch, world: World) -> None:
 def _only_the_first_replica_written(patches: pytest.MonkeyPatch, world: World) -> None:
     """Give the new weights only to the first slot of an expert in several."""
     states = [scheduler.runner.state for scheduler in world.engine.schedulers]
-    inner = ShadowStaging.write
+    inner = Homes.places
 
-    def write(self: ShadowStaging, name: str, tensor: torch.Tensor) -> None:
+    def places(self: Homes, name: str) -> Sequence[Place]:
         weights: Any = self._weights
-        placement = next(s.placement for s in states if s.model.weights._entries is weights._entries)
-        if ".experts." in name:
+        placement = next((s.placement for s in states if s.model.weights._entries is weights._entries), None)
+        if ".experts." in name and placement is not None:
             layer, expert = int(name.split(".")[2]) - 1, int(name.split(".")[5])
             first = placement.metadata.slots_of(layer, expert)[0]
             if first // placement.num_local_experts != placement.ep_rank:
-                return
-        inner(self, name, tensor)
+                return ()
+        return inner(self, name)
 
-    patches.setattr(ShadowStaging, "write", write)
+    patches.setattr(Homes, "places", places)
 
 
 def _physical_ids_returned(patches: pytest.MonkeyPatch, world: World) -> None:
@@ -355,6 +363,7 @@ def _replica_picked_per_rank(patches: pytest.MonkeyPatch, world: World) -> None:
 WRONG = {
     "initial map in the loader": _initial_map_in_the_loader,
     "stale staged buffer": _stale_staged_buffer,
+    "constant key of places": _constant_places_key,
     "no fence": _no_fence,
     "only the first replica written": _only_the_first_replica_written,
     "physical ids returned": _physical_ids_returned,
@@ -370,15 +379,15 @@ def world(folder: Path) -> Iterator[World]:
 
 
 def story(world: World) -> None:
-    """Run a rebalance, a full refresh, and a refresh that adopts a placement.
+    """Run a rebalance and a full refresh, the same again, and a refresh that adopts a placement.
 
     Another rebalance is requested while each refresh is open.
     """
     world.compare()
-    assert world.rebalance(world.random_map(1)).success
-    world.check()
-    world.compare()
-    for adopt in (False, True):
+    for seed, adopt in ((1, False), (4, False), (4, True)):
+        assert world.rebalance(world.random_map(seed)).success
+        world.check()
+        world.compare()
         tensors = world.drifted()
         _give_loads(world, 3)
         assert world.begin(adopt_placement=adopt).success

@@ -315,7 +315,7 @@ def test_w25_a_full_journal_disk_says_what_serves(old: Path, new: Tensors, monke
     monkeypatch.setattr(JournalStaging, "_keep", full_disk)
     answers = send(harness, new)  # type: ignore[arg-type]
     assert answers[0].status_code == 500
-    assert "No space left on device" in answers[0].message and "the old weights serve on" in answers[0].message
+    assert "No space left on device" in answers[0].message and "the old weights were restored" in answers[0].message
     monkeypatch.undo()
     assert harness.control(AbortWeightUpdateReqInput).success
     assert refresh(harness, new, "v2").success  # type: ignore[arg-type]

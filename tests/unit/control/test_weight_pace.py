@@ -14,6 +14,7 @@ from tests.device_engine import device_engine, stand_in_device
 from tests.local_refresh import updater_of
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness
+from weight_sync.waiting import Patience
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         scheduler = SimpleNamespace(has_work=True, stats=self.stats)
-        self.pace = WeightPace(scheduler, self.give_way, lambda: self.now, self.rest)  # type: ignore[arg-type]
+        self.pace = WeightPace(scheduler, self.give_way, Patience(), lambda: self.now, self.rest)  # type: ignore[arg-type]
         self.pace._scheduler = self  # type: ignore[assignment]
 
     def advance(self, seconds: float, factor: float) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from eplb.expert_location import ExpertLocationMetadata
+from rollout.control import rank_consensus
+from rollout.control.rank_consensus import PeerRankError
+from rollout.distributed.communicator import RankLostError
 from rollout.distributed.parallel import Parallel
 from tests.kernels import native_ops
 from tests.model_zoo import logical_tensors, tiny_checkpoint
@@ -231,6 +235,46 @@ def test_a_wrong_sender_is_refused_on_all_ranks(folders: tuple[Path, Path], medd
     found = run_ranks(layout_of(TP2), work)
     assert all(failed and right for _, failed, right in found)
     assert said in found[1][0]
+
+
+POINTS = {"write_spans": "a bucket", "ledger": "before ranks compare", "prepare": "after they compared"}
+"""Parts of a transaction that fail on one rank, and when that is."""
+
+
+def refusal_of_one(folders: tuple[Path, Path], point: str) -> list[str]:
+    """Refresh two ranks, of which the second one fails at a point; return the error of each."""
+    new = version(folders[1])
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    def work(parallel: Parallel) -> str:
+        rank = RankUpdater(parallel, engine(folders[0], parallel))
+        sent = own(rank.stated(new), rank.rank, new)
+        rank.begin(new)
+        assert rank.updater.update is not None
+        transaction: Any = rank.updater.update.transaction
+        owner, name = (transaction._ledger, "settle") if point == "ledger" else (transaction._staging, point)
+        if rank.rank == 1:
+            setattr(owner, name, refuse)
+        with pytest.raises((MemoryError, PeerRankError, WeightSyncError)) as error:
+            rank.receive(sent)
+            rank.end()
+        return str(error.value)
+
+    return run_ranks(layout_of(TP2), work)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_caller_gets_the_reason_of_the_rank_that_refuses(folders: tuple[Path, Path], point: str) -> None:
+    """Rank 0 answers the caller, and could go on itself."""
+    assert refusal_of_one(folders, point) == ["rank 1: no memory", "no memory"]
+
+
+@pytest.mark.mutant
+def test_a_lost_vote_without_its_reason_is_noticed(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_consensus, "LostVoteError", RankLostError)
+    assert refusal_of_one(folders, "prepare")[0] == "another rank could not verify the weight update"
 
 
 def test_a_tensor_that_one_copy_lacks_is_missing_without_a_manifest(folders: tuple[Path, Path]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, D, E, I, expert_name, fused, version
+from tests.troubleshooting import require_entry
 from tests.unit.weight_sync.test_boxes import random_boxes
 from tests.weight_engine_process import Engine
 from tests.weight_group_helpers import TIMEOUT_S, broadcast, content_of, in_background, join
@@ -175,6 +177,22 @@ def test_what_is_left_of_a_shared_group_joins_again_at_the_next_refresh(engine: 
     assert sender._links["a"].group is sender._links["b"].group is not group
     sender.close()
     other.close()
+
+
+def test_several_trainer_ranks_share_no_group_of_engines(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone does.  `tests/shard_trainer.py` has real ranks be refused."""
+    sender = ShardSender({"a": engine}, timeout_s=10.0)
+    with monkeypatch.context() as several:
+        several.setattr(sender, "_ranks", lambda: SimpleNamespace(rank=1, world_size=2))
+        with pytest.raises(
+            WeightRequestError, match="several trainer ranks come in any order: leave out shared"
+        ) as refused:
+            sender.connect(shared=True)
+    require_entry(str(refused.value))
+    assert not sender.connected
+    sender.connect(shared=True)
+    assert sender.connected == ["a"]
+    sender.close()
 
 
 def test_a_sender_that_is_not_connected_is_refused() -> None:
