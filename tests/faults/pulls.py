@@ -65,12 +65,16 @@ class Publisher:
         self._whole.clear()
 
     def damage(self, folder: Path, damage: Damage, part: float) -> None:
-        """Damage a published version at `part` (0..1) of its content."""
+        """Damage a published version at `part` (0..1) of its content, or its index where nothing has changed."""
         self._whole[folder] = {file.name: file.read_bytes() for file in folder.iterdir()}
         if damage == "killed":
             folder.rename(folder.with_name(f".{folder.name}.1"))  # a publisher died before it published
             return
         files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            (index,) = folder.iterdir()
+            index.write_bytes(index.read_bytes()[:-1])
+            return
         file = files[min(int(part * len(files)), len(files) - 1)]
         content = bytearray(file.read_bytes())
         header = 8 + int.from_bytes(content[:8], "little")
