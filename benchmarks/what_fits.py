@@ -8,7 +8,8 @@
 
 Experts are divided over the ranks by experts or by inner features, other weights by tensor parallelism.  Biases, norms
 and routers' corrections are left out: they are below a thousandth.  A latent is whole on each rank.  6 GB are for
-activations, captured graphs and libraries.
+activations, captured graphs and libraries.  Projections count with 16 bits, also where `--quantization` holds them in
+fewer: it depends on the ranks, whose shares may cut blocks.
 """
 
 from __future__ import annotations

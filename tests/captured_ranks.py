@@ -73,7 +73,11 @@ def _select_ops(*arguments: Any, **named: Any) -> Ops:
         return ops
 
     def fused_experts(
-        hidden_RD: torch.Tensor, ids_RS: torch.Tensor, weights_RS: torch.Tensor | None, *rest: Any
+        hidden_RD: torch.Tensor,
+        ids_RS: torch.Tensor,
+        weights_RS: torch.Tensor | None,
+        *rest: Any,
+        expected: int | None = None,
     ) -> torch.Tensor:
         most = rest[0].shape[0] - 1
         filled_RS = (ids_RS >= 0) & (ids_RS <= most)

@@ -6,12 +6,13 @@ Shapes: T tokens of the step, H query heads, Hkv key/value heads, hd head size, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
 from rollout.core.forward_batch import ForwardBatch
+from rollout.core.specs.layer_specs import KVKind
 from rollout.memory.kv_pool import KVPool
 
 PROMPT_VOTES = 2
@@ -71,6 +72,17 @@ class AttentionBackend(ABC):
     @abstractmethod
     def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
         """Return why this backend cannot attend to such KV, or None where it can."""
+
+    @staticmethod
+    def partial_bytes(
+        layers: Iterable[tuple[int, KVKind]], dtype: torch.dtype, counts: Iterable[int], longest: int
+    ) -> int:
+        """Return the most bytes of partial results that `attend` holds for tokens that decode; by default none.
+
+        `layers`: query heads and KV of each layer on this rank.  `counts`: the numbers of decoding tokens that steps
+        have.  `longest`: the tokens of the longest context.
+        """
+        return 0
 
     def settle(self, all_agree: Callable[[bool], bool]) -> None:
         """Choose, before the first step, what all ranks of the engine have to choose alike.

@@ -10,7 +10,9 @@ Shapes: T tokens, B decoding requests, H query heads, N tiles.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +21,13 @@ import torch
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.host_copy import to_device
+from rollout.core.specs.layer_specs import KVKind, WindowKV
 from rollout.memory.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from rollout.kernels.gpu.fixed_attention import Parts, Shape
+    from rollout.kernels.gpu.fixed_attention import Shape
 
+_KERNELS = "rollout.kernels.gpu.fixed_attention"  # loads triton
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEY_SIZES, _LATENT_SIZES = 256, (512, 64)
 
@@ -35,7 +39,7 @@ class FixedSplitsBackend(AttentionBackend):
 
     def __init__(self, kv: KVPool) -> None:
         super().__init__(kv)
-        self._kernels: Any = import_module("rollout.kernels.gpu.fixed_attention")  # loads triton
+        self._kernels: Any = import_module(_KERNELS)
         self._batch: ForwardBatch | None = None
         self._extends: dict[int, torch.Tensor] = {}  # by tokens of a tile
         self._decodes: torch.Tensor | None = None
@@ -55,6 +59,19 @@ class FixedSplitsBackend(AttentionBackend):
             if not latent and size > _KEY_SIZES:
                 return f"it takes heads of up to {_KEY_SIZES} elements, got {size}"
         return None
+
+    @staticmethod
+    def partial_bytes(
+        layers: Iterable[tuple[int, KVKind]], dtype: torch.dtype, counts: Iterable[int], longest: int
+    ) -> int:
+        kernels, most = import_module(_KERNELS), 0
+        for (heads, kv), tokens in product(set(layers), counts):
+            shape = kernels.Shape.of(heads // kv.num_heads, kv.key_size, kv.value_size, dtype)
+            window = kv.window if isinstance(kv, WindowKV) else None
+            sizes = tokens, heads, kv.num_heads, kv.value_size, shape, longest, window
+            parts = kernels.Parts.of_step(*sizes, "meta")
+            most = max(most, 0 if parts is None else parts.nbytes)
+        return most
 
     def for_graph(self, batch_size: int) -> AttentionBackend:
         return _CapturedFixedSplits(self.kv, batch_size)
@@ -88,7 +105,8 @@ class FixedSplitsBackend(AttentionBackend):
         if cut:
             self._kernels.attend(q[:cut], k, v, table, self._tiles(shape.tokens), out[:cut], *rest, None, v_scale)
         if self._decodes is not None:
-            parts = self._parts(num_tokens - cut, heads, kv_heads, value_size, shape, window)
+            sizes = num_tokens - cut, heads, kv_heads, value_size, shape, self._longest, window
+            parts = self._kernels.Parts.of_step(*sizes, q.device)
             self._kernels.attend(q[cut:], k, v, table, self._decodes, out[cut:], *rest, parts, v_scale)
         return out.flatten(1)
 
@@ -98,15 +116,6 @@ class FixedSplitsBackend(AttentionBackend):
             assert self._batch is not None
             self._extends[tokens] = to_device(extend_tiles(self._batch, tokens), self.kv.k[0].device)
         return self._extends[tokens]
-
-    def _parts(
-        self, tokens: int, heads: int, kv_heads: int, value_size: int, shape: Shape, window: int | None
-    ) -> Parts | None:
-        splits = self._kernels.splits_of(self._longest, window)
-        if not self._kernels.takes_parts(tokens, kv_heads, shape, splits):
-            return None
-        parts: Parts = self._kernels.Parts.empty(tokens, heads, splits, value_size, self.kv.k[0].device)
-        return parts
 
 
 class _CapturedFixedSplits(FixedSplitsBackend):

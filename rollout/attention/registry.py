@@ -25,9 +25,18 @@ def create_attention_backend(
     kernels_available: bool = True,
     ranks: Communicator | None = None,
 ) -> AttentionBackend:
-    """Create the backend of this name, or, for "auto", the first that can attend to `kv`.
+    """Create the backend that `find_attention_backend` finds.
 
     `ranks`: all of the engine, which create a backend together; None: there is one.
+    """
+    made = find_attention_backend(name, kv, kernels_available)(kv)
+    made.settle((lambda mine: mine) if ranks is None else ranks.all_agree)
+    return made
+
+
+def find_attention_backend(name: str, kv: KVPool, kernels_available: bool = True) -> type[AttentionBackend]:
+    """Return the backend of this name, or, for "auto", the first that can attend to `kv`.
+
     Raises `StartupError` for a name that is not registered, or a backend that does not fit.
     """
     names = list(ATTENTION_BACKENDS) if name == "auto" else [name]
@@ -38,7 +47,5 @@ def create_attention_backend(
             backend: type[AttentionBackend] = getattr(import_module(module), class_name)
             obstacle = backend.obstacle(kv, kernels_available)
             if obstacle is None:
-                made = backend(kv)
-                made.settle((lambda mine: mine) if ranks is None else ranks.all_agree)
-                return made
+                return backend
     raise StartupError(f"--attention-backend {name}: {obstacle}")

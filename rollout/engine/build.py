@@ -41,6 +41,7 @@ from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.engine.deterministic import attention_name, batch_invariance, check_deterministic
 from rollout.engine.device import claim_device, with_device
 from rollout.engine.load_kernels import load_kernels_of
+from rollout.engine.partial_results import PartialBytes, partial_bytes_of
 from rollout.engine.warm_up import StepSize, activation_bytes
 from rollout.executor.model_runner import ModelRunner
 from rollout.executor.recorded_forward import RecordedForward
@@ -135,19 +136,12 @@ def build_scheduler(
     state = ModelState(model, placement, args.weight_version, load_adapters(args, model), of_draft)
     sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens, deterministic)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype, model.kv_layers)
-    largest = partial(
-        activation_bytes,
-        state,
-        sampler,
-        device=device,
-        parallel=parallel,
-        attention=attention_name(args, device),
-        kv_dtype=kv_dtype,
-        kernels_available=kernels.available,
-        wants_routes=args.captures_routes,
-        draft=draft,
-    )
-    limits = _limits(args, config, model, kv_dtype, model_bytes, parallel, device, largest, draft)
+    of_attention: dict[str, Any] = {"attention": attention_name(args, device), "kv_dtype": kv_dtype, "draft": draft}
+    of_attention["kernels_available"] = kernels.available
+    step: dict[str, Any] = {"device": device, "parallel": parallel, "wants_routes": args.captures_routes}
+    largest = partial(activation_bytes, state, sampler, **step, **of_attention)
+    partials = partial_bytes_of(model, device, **of_attention)
+    limits = _limits(args, config, model, kv_dtype, model_bytes, parallel, device, largest, partials, draft)
     window_slots = None if limits.window is None else limits.window.num_slots
     with memory_of("kv_cache"):
         kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots, kv_dtype, kv_scales.layers)
@@ -295,16 +289,20 @@ def _limits(
     parallel: Parallel,
     device: torch.device,
     largest_step: Callable[[StepSize], int],
+    partials: PartialBytes,
     draft: LoadedDraft | None,
 ) -> Limits:
     """Return the limits, the same on all ranks; the ranks of one machine share its memory.
 
-    `largest_step` runs the largest step, and returns the memory that it takes in addition to weights and KV.  Recurrent
-    states and pages of windows get their memory before KV slots do.
+    `largest_step` runs the largest step, and returns the memory that it takes in addition to weights and KV.  Attention
+    takes `partials` more in steps with tokens that decode.  Recurrent states and pages of windows get their memory
+    before KV slots do.
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     max_tokens = _max_prompt_tokens(args, context_length) + args.max_running_requests
-    activations = largest_step(StepSize(max_tokens, max_logits_rows(args, max_tokens), context_length))
+    rows = max_logits_rows(args, max_tokens)
+    activations = largest_step(StepSize(max_tokens, rows, context_length))
+    activations += partials(range(1, rows + 1), context_length)
     # Free memory is read after the first step: libraries take memory of their own at their first call.
     memory = parallel.world.gather_ints([available_memory_bytes(device), activations])
     available, activations = min(left for left, _ in memory), max(taken for _, taken in memory)
@@ -322,7 +320,12 @@ def _limits(
     kept = Kept(
         staging=_staging_bytes(args, model_bytes),
         activations=activations,
-        graphs=bytes_to_reserve(args, model, 0 if draft is None else len(draft.model.kv_layers)),
+        graphs=bytes_to_reserve(
+            args,
+            model,
+            lambda sizes: partials(sizes, context_length),
+            0 if draft is None else len(draft.model.kv_layers),
+        ),
         tables=table_bytes,
     )
     usable = int(available * args.memory_fraction) - kept.total

@@ -6,7 +6,7 @@ It logs the result or the reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import torch
@@ -163,7 +163,9 @@ def _token_counts(args: ServerArgs, model: DecoderForCausalLM) -> list[int]:
     return list(takewhile(lambda count: model.capture_obstacle(count) is None, counts))
 
 
-def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM, draft_layers: int = 0) -> int:
+def bytes_to_reserve(
+    args: ServerArgs, model: DecoderForCausalLM, partials: Callable[[Sequence[int]], int], draft_layers: int = 0
+) -> int:
     """Estimate the device memory that the captures will take, as the KV pool is sized before.  Not measured so far.
 
     The intermediate results of the largest step, with several copies of its logits in float32, are held once for all
@@ -171,6 +173,8 @@ def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM, draft_layers: 
     ranks.  The driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.  Steps in pieces hold the
     same once more, for tokens without logits.  A server of adapters records forwards with them and without.  A draft of
     `draft_layers` layers has recordings of its own, whose tokens are counted as the model's: they have no logits.
+    `partials` returns the bytes that attention holds for the largest of some numbers of requests.  Captures have memory
+    of their own for that; pieces have none, as attention runs between them.
     """
     if args.disable_cuda_graph or model.lm_head is None or graph_pools(torch.device(args.device)) is None:
         return 0
@@ -184,7 +188,7 @@ def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM, draft_layers: 
     of_draft = 0
     if draft_layers:
         of_draft = 256 * sizes[-1] * config.hidden_size + (25 * draft_layers + 50) * len(sizes) * 2048
-    return requests + tokens + kernels * 2048 + of_draft
+    return requests + tokens + kernels * 2048 + of_draft + partials(sizes)
 
 
 def _sizes(args: ServerArgs) -> list[int]:

@@ -194,7 +194,8 @@ class Ops:
     `batch_invariant`: a row of every result has the same bits in every batch and with any number of threads.
     `graph_safe`: no operator waits for the device, or allocates by numbers there, so that a step can be captured.
     `takes_empty_slots`: ids below 0 or from P on are slots of `fused_experts` without an expert.  Their output is zero,
-    their weight is not used.  `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.
+    their weight is not used.  It and `adapted_experts` then take a guess of the number of other slots, `expected`.
+    `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.
     `deferred_sum`: the next norm can sum the outputs of experts.  `rest` lets threads that look for the next operator
     sleep: call it where no operator follows soon.
     """
@@ -250,6 +251,7 @@ def gpu_ops(storage: RowMajor | None = None, deterministic: bool = False) -> Ops
     """
     packed: Callable[..., torch.Tensor] = import_module("rollout.kernels.gpu.packed_experts").packed_experts
     operators = _registered()
+    operators |= {name: _with_guess(operators[name], name) for name in ("fused_experts", "adapted_experts")}
     if deterministic:
         fixed = import_module("rollout.kernels.gpu.fixed_product")
         operators |= {"linear": fixed.linear, "norm_linear": fixed.norm_linear}
@@ -262,6 +264,16 @@ def gpu_ops(storage: RowMajor | None = None, deterministic: bool = False) -> Ops
         packed_experts=packed,
         deferred_sum=gpu_deferred_sum(),
     )
+
+
+def _with_guess(registered: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return an operator that takes `expected`, which the registry's schema has not: then it calls the function."""
+    form = getattr(import_module(f"rollout.kernels.gpu.{name}"), name)
+
+    def call(*given: Any, expected: int | None = None) -> Any:
+        return registered(*given) if expected is None else form(*given, expected=expected)
+
+    return call
 
 
 def gpu_deferred_sum() -> DeferredSum:

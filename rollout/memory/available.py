@@ -31,9 +31,9 @@ def available_memory_bytes(device: torch.device | str = "cpu", root: Path = Path
 class Kept:
     """Bytes that stay reserved in addition to the slots of the KV pool.
 
-    `staging`: for the next weights.  `activations`: the peak of the largest step.  `graphs`: a reserve for captured
-    steps, as these are captured after the pool was made.  `tables`: the slot table of requests.  `states`: recurrent
-    states and pages of windows.
+    `staging`: for the next weights.  `activations`: the peak of the largest step, and attention's partial results of
+    steps that decode.  `graphs`: a reserve for captured steps, as these are captured after the pool was made.
+    `tables`: the slot table of requests.  `states`: recurrent states and pages of windows.
     """
 
     staging: int = 0

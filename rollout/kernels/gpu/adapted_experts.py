@@ -32,8 +32,10 @@ def adapted_experts(
     a2: torch.Tensor,
     b2: torch.Tensor,
     ranks: torch.Tensor,
+    *,
+    expected: int | None = None,
 ) -> torch.Tensor:
-    """Compute the operator; ids without an expert are empty slots, as in `fused_experts`.
+    """Compute the operator; ids without an expert are empty slots and `expected` is a guess, as in `fused_experts`.
 
     float64 is computed by plain torch.
     """
@@ -42,7 +44,8 @@ def adapted_experts(
         base = hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha
         plain: torch.Tensor = OPERATORS["adapted_experts"].plain(*base, *adapters)
         return plain
-    return of_matrices(hidden, ids, weights, Matrices(w13, w2, w13_bias, w2_bias), limit, alpha, adapters)
+    held = Matrices(w13, w2, w13_bias, w2_bias)
+    return of_matrices(hidden, ids, weights, held, limit, alpha, adapters, expected)
 
 
 def adapted_outputs(

@@ -1,8 +1,9 @@
 """The implementation that the experts of a step run on, and its tiles: functions of shapes alone.
 
 The host knows a shape without a look at the routes.  So the choice costs no synchronisation, and a CUDA graph of a
-batch size keeps its choice.  Load is measured as assignments per stored expert, R.  The two tables are read at each
-call: a benchmark may put others in their place, one row after the other, and its best rows are written here.
+batch size keeps its choice.  Load is measured as assignments per stored expert, R.  Where many slots are empty, as on
+one of several ranks, it is measured by the assignments that the rank expects.  The two tables are read at each call: a
+benchmark may put others in their place, one row after the other, and its best rows are written here.
 
 Tiles were chosen by arithmetic (below), but for one border.  On an H100 they were within 1 % of the best at all loads
 but two, and `grouped_mm` was never the best (docs/benchmarks/gpu.md).  The two were one token and R = 64.  At R = 64

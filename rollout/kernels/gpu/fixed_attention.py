@@ -274,21 +274,33 @@ class Parts(NamedTuple):
     sums: torch.Tensor
 
     @classmethod
-    def empty(cls, tokens: int, heads: int, splits: int, value_size: int, device: torch.device) -> Parts:
+    def of_step(
+        cls,
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        value_size: int,
+        shape: Shape,
+        longest: int,
+        window: int | None,
+        device: torch.device | str,
+    ) -> Parts | None:
+        """Make room for decoding `tokens` in sequences of up to `longest`; None where no split has its own programs.
+
+        The choice changes no bit.  On the device "meta" it takes no memory.
+        """
+        splits = triton.cdiv(longest, SPLIT)
+        if window is not None:
+            splits = min(splits, triton.cdiv(window, SPLIT) + 1)
+        if splits <= 1 or tokens * kv_heads * shape.programs_per_tile >= ENOUGH_PROGRAMS:
+            return None
         facts = torch.empty((2, tokens, heads, splits), dtype=torch.float32, device=device)
         sums = torch.empty((tokens, heads, splits, value_size), dtype=torch.float32, device=device)
         return cls(facts[0], facts[1], sums)
 
-
-def splits_of(longest: int, window: int | None) -> int:
-    """Return the most splits that a token sees in sequences of up to `longest` tokens."""
-    whole = triton.cdiv(longest, SPLIT)
-    return whole if window is None else min(whole, triton.cdiv(window, SPLIT) + 1)
-
-
-def takes_parts(tokens: int, kv_heads: int, shape: Shape, splits: int) -> bool:
-    """Return whether a step of decoding tokens is split over programs.  It changes no bit."""
-    return splits > 1 and tokens * kv_heads * shape.programs_per_tile < ENOUGH_PROGRAMS
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self)
 
 
 def attend(

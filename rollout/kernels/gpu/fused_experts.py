@@ -75,19 +75,22 @@ def fused_experts(
     w2_bias: torch.Tensor | None = None,
     limit: float | None = None,
     alpha: float = 1.0,
+    *,
+    expected: int | None = None,
 ) -> torch.Tensor:
     """Apply SwiGLU of expert `ids[t, k]` to row t [T, K, D]; with weights [T, K], sum over K in slot order [T, D].
 
     Weights are row-major, or rows of `row_places`.  Ids without an expert, such as -1, are empty slots: their output is
     zero, their weight is not read.  float64 is computed by plain torch, which synchronises and takes no empty slots.
+    Tiles are chosen for `expected` slots that are not empty, or for all slots; the result does not depend on it.
     """
     held = Matrices(w13, w2, w13_bias, w2_bias)
     if hidden.dtype not in TRITON_DTYPES:
         return plain_experts.plain(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
     can_group = held.is_plain and has_grouped(w2)
-    if can_group and choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm":
+    if can_group and choose_implementation(_load(ids, expected), w13.shape[0]) == "grouped_mm":
         return grouped_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
-    return of_matrices(hidden, ids, weights, held, limit, alpha)
+    return of_matrices(hidden, ids, weights, held, limit, alpha, expected=expected)
 
 
 def expert_outputs(
@@ -144,6 +147,7 @@ def of_matrices(
     limit: float | None,
     alpha: float,
     adapters: Adapters | None = None,
+    expected: int | None = None,
 ) -> torch.Tensor:
     """Compute the operator by the kernels of `experts_kernels`, and of `experts_lora` where tokens have adapters."""
     (num_tokens, top_k), (experts, hidden_size, _) = ids.shape, held.sizes
@@ -153,7 +157,7 @@ def of_matrices(
     # Without weights empty slots are part of the result.
     empty = torch.empty if weights is not None else torch.zeros
     out_TKD = empty((num_tokens, top_k, hidden_size), dtype=hidden.dtype, device=hidden.device)
-    write_outputs(hidden, ids, held, limit, alpha, out_TKD, adapters)
+    write_outputs(hidden, ids, held, limit, alpha, out_TKD, adapters, expected)
     return out_TKD if weights is None else _weighted_sum(out_TKD, ids, weights.contiguous(), experts)
 
 
@@ -165,10 +169,11 @@ def write_outputs(
     alpha: float,
     out_TKD: torch.Tensor,
     adapters: Adapters | None = None,
+    expected: int | None = None,
 ) -> None:
     """Write the outputs of all slots that are not empty."""
     hidden = hidden.contiguous()
-    tiles = choose_tiles(ids.numel(), held.sizes[0], held.w13.dtype)
+    tiles = choose_tiles(_load(ids, expected), held.sizes[0], held.w13.dtype)
     blocks = _plan(ids, held.sizes[0], tiles)
     delta = None if adapters is None else adapters.gate_up(hidden, blocks)
     inner_AI = _gate_up(hidden, held, blocks, tiles, limit, alpha, delta)
@@ -176,6 +181,10 @@ def write_outputs(
     _down(inner_AI, held, blocks, tiles, out_TKD)
     if adapters is not None:
         adapters.add_down(inner_AI, blocks, out_TKD)
+
+
+def _load(ids: torch.Tensor, expected: int | None) -> int:
+    return ids.numel() if expected is None else min(expected, ids.numel())
 
 
 def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> Blocks:

@@ -67,7 +67,7 @@ def packed_plan_kernel(
 def packed_experts(
     hidden: torch.Tensor,
     counts: torch.Tensor,
-    expected_rows: int,
+    expected: int,
     w13: torch.Tensor,
     w2: torch.Tensor,
     w13_bias: torch.Tensor | None = None,
@@ -77,12 +77,12 @@ def packed_experts(
 ) -> torch.Tensor:
     """Apply SwiGLU of expert p to the first `counts[p]` rows of `hidden[p]` [P, N, D]; return [P, N, D].
 
-    `counts` [P] int32; weights and the other arguments as of `fused_experts`.  `expected_rows`: how many rows all
-    experts are expected to have; the result does not depend on it.  Places without a row are not written.
+    `counts` [P] int32; weights and the other arguments as of `fused_experts`.  Tiles are chosen for `expected` rows of
+    all experts; the result does not depend on it.  Places without a row are not written.
     """
     num_experts, places, _ = hidden.shape
     held = experts.Matrices(w13, w2, w13_bias, w2_bias)
-    tiles = choose_tiles(max(expected_rows, 1), num_experts, w13.dtype)
+    tiles = choose_tiles(expected, num_experts, w13.dtype)
     order_A = torch.empty(num_experts * places, dtype=torch.int32, device=hidden.device)
     num_blocks = num_experts * triton.cdiv(places, tiles.tokens)
     table_N3 = torch.empty(num_blocks, 3, dtype=torch.int32, device=hidden.device)

@@ -23,7 +23,7 @@ from rollout.kernels.places import Place, ShardPlace, ViewPlace
 from rollout.kernels.slot_places import SlotPlace, SlotStack
 from rollout.layers.build import Build
 from rollout.layers.lora import SlotSizes
-from rollout.layers.moe.dispatchers.base import DispatchOutput, PackedRows
+from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.moe.expert_lora import ExpertLoraSlots
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
@@ -93,10 +93,10 @@ class Experts(WeightLayer):
         With a shard of the inner features, the result is this rank's part of a sum.
         """
         if work.packed is not None and work.adapters_R is None and self.ops.packed_experts is not None:
-            return self._of_packed_rows(work.hidden_RD, work.packed, self.ops.packed_experts)
+            return self._of_packed_rows(work, work.packed.counts_C, self.ops.packed_experts)
         if work.has_holes and not self.ops.takes_empty_slots:
             return self._of_filled_slots(work)
-        return self._outputs(work.hidden_RD, work.ids_RS, work.weights_RS, work.adapters_R)
+        return self._outputs(work.hidden_RD, work.ids_RS, work.weights_RS, work.adapters_R, work.expected)
 
     def unsummed(self, work: DispatchOutput) -> ExpertOutputs:
         """Compute the experts of work with weights, and leave the sum over slots to the next norm.
@@ -111,12 +111,12 @@ class Experts(WeightLayer):
         return deferred.adapted(*operands, *self._adapters(self.lora, work.adapters_R))
 
     def _of_packed_rows(
-        self, hidden_RD: torch.Tensor, rows: PackedRows, packed_experts: Callable[..., torch.Tensor]
+        self, work: DispatchOutput, counts_C: torch.Tensor, packed_experts: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         out_CND = packed_experts(
-            hidden_RD.view(rows.counts_C.shape[0], -1, self.hidden_size),
-            rows.counts_C,
-            rows.expected,
+            work.hidden_RD.view(counts_C.shape[0], -1, self.hidden_size),
+            counts_C,
+            work.expected,
             self.w13,
             self.w2,
             self.w13_bias,
@@ -131,11 +131,13 @@ class Experts(WeightLayer):
         local_ids_RS: torch.Tensor,
         weights_RS: torch.Tensor | None,
         adapters_R: torch.Tensor | None,
+        expected: int | None = None,
     ) -> torch.Tensor:
         operands = self._operands(hidden_RD, local_ids_RS, weights_RS)
+        guess = {} if expected is None else {"expected": expected}
         if self.lora is None or adapters_R is None:
-            return self.ops.fused_experts(*operands)
-        return self.ops.adapted_experts(*operands, *self._adapters(self.lora, adapters_R))
+            return self.ops.fused_experts(*operands, **guess)
+        return self.ops.adapted_experts(*operands, *self._adapters(self.lora, adapters_R), **guess)
 
     def _adapters(self, lora: ExpertLoraSlots, adapters_R: torch.Tensor) -> tuple[Any, ...]:
         """Return what `adapted_experts` takes behind the operands: no clamp where there is none, and the adapters."""

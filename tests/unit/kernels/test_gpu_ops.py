@@ -245,10 +245,16 @@ def test_a_missing_or_broken_triton_is_reported(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_triton_forms_take_what_plain_forms_take() -> None:
-    """Both have the same names, order, types and defaults of arguments."""
+    """Both have the same names, order, types and defaults of arguments.
+
+    Experts also take the number of rows that a rank expects, which the registry does not give.
+    """
     for name in register.TRITON_OPERATORS:
         ours, theirs = inspect.signature(register.triton_form(name)), inspect.signature(OPERATORS[name].plain)
-        assert ours == theirs, name
+        more = {"expected"} if name in ("fused_experts", "adapted_experts") else set()
+        assert more <= ours.parameters.keys(), name
+        given = [one for one in ours.parameters.values() if one.name not in more]
+        assert ours.replace(parameters=given) == theirs, name
 
 
 def nested_targets(source: str) -> list[int]:

@@ -30,7 +30,7 @@ EXPECTED = (1, 200, 100_000)  # rows: the tiles for few, some and many
 
 def drawn(counts: tuple[int, ...], clamped: bool = False, dtype: torch.dtype = torch.float32) -> Case:
     """Draw rows by expert; places without a row hold no numbers."""
-    ids = PackedRows(torch.tensor(counts, dtype=torch.int32), 0).local_ids(PLACES * len(counts))
+    ids = PackedRows(torch.tensor(counts, dtype=torch.int32)).local_ids(PLACES * len(counts))
     case = draw(len(ids), 1, dtype, experts=len(counts), clamped=clamped, weighted=False)
     return replace(case, ids=ids, hidden=case.hidden.masked_fill(ids < 0, torch.nan))
 
@@ -67,7 +67,8 @@ def test_a_layer_takes_packed_rows_with_and_without_the_kernel() -> None:
         layer.w13.copy_(case.w13)
         layer.w2.copy_(case.w2)
         rows = case.hidden.masked_fill(case.ids < 0, 0.0)
-        out = layer(DispatchOutput(rows, None, None, None, has_holes=True, packed=PackedRows(counts, 21)))
+        work = DispatchOutput(rows, None, None, None, has_holes=True, packed=PackedRows(counts), expected=21)
+        out = layer(work)
         assert out.shape == (4 * PLACES, 1, 72)
         found.append(out[case.ids >= 0])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

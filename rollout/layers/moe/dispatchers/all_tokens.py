@@ -26,7 +26,7 @@ class AllTokensDispatcher(Dispatcher):
         self._tp, self._attn_dp = parallel.tp, parallel.attn_dp
         self._attn_tp_size = layout.attn_tp_size
         self._first_slot = parallel.position.ep_rank * (num_physical_experts // layout.ep_size)
-        self._is_spread = layout.ep_size > 1
+        self._ep_size, self._is_spread = layout.ep_size, layout.ep_size > 1
         self._tokens_by_rank: list[int] = []
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
@@ -59,9 +59,12 @@ class AllTokensDispatcher(Dispatcher):
                 mine.append(adapters_T.unsqueeze(1))
             hidden_RD, weights_RK, ids_RK, *adapters_R1 = self._attn_dp.all_gather_parts(mine, counts)
             adapters_R = adapters_of_rows(adapters_R1)
+        work = DispatchOutput(hidden_RD, ids_RK, weights_RK, None, has_holes=self._is_spread, adapters_R=adapters_R)
         if self._is_spread:
-            ids_RK = ids_RK - self._first_slot  # slots of other ranks become ids that no expert of this rank has
-        return DispatchOutput(hidden_RD, ids_RK, weights_RK, None, has_holes=self._is_spread, adapters_R=adapters_R)
+            # Slots of other ranks become ids that no expert of this rank has.
+            work.local_physical_ids_RS = ids_RK - self._first_slot
+            work.expected = ids_RK.numel() // self._ep_size
+        return work
 
     def combine(self, expert_out: torch.Tensor, handle: None) -> torch.Tensor:
         if self._attn_dp.size == 1:

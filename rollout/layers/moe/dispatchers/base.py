@@ -20,12 +20,10 @@ import torch
 class PackedRows:
     """Rows that lie by local expert, each of which has the same number of places.
 
-    `counts_C` int32: how many of an expert's places hold a row, from the first on.  `expected`: a guess of the number
-    of rows in all, from which tiles are chosen.
+    `counts_C` int32: how many of an expert's places hold a row, from the first on.
     """
 
     counts_C: torch.Tensor
-    expected: int
 
     def local_ids(self, num_rows: int) -> torch.Tensor:
         """Return the expert of each of `num_rows` places, as a slot [R, 1] int64; -1 where there is no row."""
@@ -49,6 +47,8 @@ class DispatchOutput:
     places.
 
     `adapters_R` int64 is the slot of each row's adapter, -1 for none; None: no row has one.
+
+    `expected` is a guess of the number of filled slots, which tiles are chosen for; None: all slots are filled.
     """
 
     hidden_RD: torch.Tensor
@@ -58,6 +58,7 @@ class DispatchOutput:
     has_holes: bool = False
     packed: PackedRows | None = None
     adapters_R: torch.Tensor | None = None
+    expected: int | None = None
 
     @property
     def ids_RS(self) -> torch.Tensor:

@@ -94,6 +94,7 @@ class DeepEpDispatcher(Dispatcher):
         made = [None if mode is None else mode(self._buffer, shape, communicator) for mode in (for_any, for_few)]
         self._for_any, self._for_few = made
         self._max_tokens = shape.max_tokens_per_rank
+        self._all_tokens: int | None = None  # of all ranks, in the planned step
         self._needs_cleaning = False
         self._mode = self._mode_for(self._max_tokens)
 
@@ -115,7 +116,7 @@ class DeepEpDispatcher(Dispatcher):
         Ranks in different modes would wait for each other, so each rank chooses by the tokens of all ranks.  The buffer
         is cleaned here, where no graph is captured: a replayed `dispatch` runs nothing on the host.
         """
-        self._max_tokens = max(tokens_by_rank)
+        self._max_tokens, self._all_tokens = max(tokens_by_rank), sum(tokens_by_rank)
         assert self._max_tokens <= self.shape.max_tokens_per_rank
         self._mode = self._mode_for(self._max_tokens)
         if isinstance(self._mode, LowLatencyMode):
@@ -128,7 +129,10 @@ class DeepEpDispatcher(Dispatcher):
         weights_TK: torch.Tensor,
         adapters_T: torch.Tensor | None = None,
     ) -> DispatchOutput:
-        """Send tokens to the ranks that hold their experts.  An id of -1 chooses no expert."""
+        """Send tokens to the ranks that hold their experts.  An id of -1 chooses no expert.
+
+        A rank expects its share of the choices of all ranks, or without a planned step as many as it sends.
+        """
         assert hidden_TD.shape[0] <= self._max_tokens, "more tokens than the step was planned for"
         mode = self._mode
         self._needs_cleaning |= isinstance(mode, NormalMode)
@@ -139,6 +143,8 @@ class DeepEpDispatcher(Dispatcher):
         )
         work = mode.dispatch(*sent) if adapters_T is None else mode.dispatch_adapted(*sent, adapters_T)
         work.handle = mode, work.handle
+        all_tokens = len(hidden_TD) * self.shape.num_ranks if self._all_tokens is None else self._all_tokens
+        work.expected = all_tokens * physical_ids_TK.shape[1] // self.shape.num_ranks
         return work
 
     def combine(self, expert_out: torch.Tensor, handle: tuple[DeepEpMode, Any]) -> torch.Tensor:

@@ -137,9 +137,7 @@ class LowLatencyMode(DeepEpMode):
             num_experts=self.shape.num_physical_experts,
             use_fp8=False,
         )
-        # As many as this rank sends, if all ranks have as many tokens and spread them evenly.
-        packed = PackedRows(counts_C, expected=ids_TK.numel())
-        rows_RD = packed_CND.flatten(0, 1)
+        rows_RD, packed = packed_CND.flatten(0, 1), PackedRows(counts_C)
         return DispatchOutput(rows_RD, None, None, (handle, ids_TK, weights_TK), has_holes=True, packed=packed)
 
     def dispatch_adapted(
