@@ -34,6 +34,7 @@ from tests.tiers import examples
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 WITH_FP8_KV = pytest.mark.parametrize("dtype", ["bfloat16, KV in fp8_e4m3", "float32, KV in fp8_e4m3"])
+HELD = ("bfloat16, held in fp8", pytest.param("bfloat16, held in int4", marks=pytest.mark.full))
 CHUNKS = [1, 2, 3, 7, 64, -1]
 BLOCK = 128  # positions that attention takes together
 VOCABULARY = 320
@@ -150,7 +151,7 @@ schedules = st.builds(
 )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bfloat16, KV in fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bfloat16, KV in fp8_e4m3", *HELD])
 def test_any_model_in_any_schedule(dtype: str) -> None:
     seen = {"retractions": 0, "cached": 0, "several routes": 0}
 
