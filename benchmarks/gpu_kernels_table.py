@@ -69,7 +69,7 @@ def cases(only: str = "") -> list[CompileCase]:
 def compile_case(case: CompileCase) -> Compiled:
     """Compile one, or take it from triton's cache."""
     kernel = compile_for(case)
-    registers, spilled = _resources(kernel.asm["cubin"])
+    registers, spilled = resources(kernel.asm["cubin"])
     instruction = next((word for word in ("wgmma", "mma") if f"{word}." in kernel.asm["ptx"]), "")
     sizes = registers, spilled, kernel.metadata.shared
     return Compiled(case.name, *sizes, instruction, case.num_warps, case.num_stages, waits_first(kernel.asm["ptx"]))
@@ -89,7 +89,7 @@ def waits_first(ptx: str) -> bool:
     return not any(_TOUCHES.match(word.split()[-1]) for word in words[: places[0]])
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """Return the registers and the bytes of local memory of a thread, read from the binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -75,17 +75,22 @@ def differences(got: Facts, want: Facts) -> list[str]:
 class Server:
     """One engine on the compiled operators; `settings` are fields of `ServerArgs`.
 
-    `dtype` may also name the dtype of keys and values: "bfloat16, KV in fp8_e4m3".
+    `dtype` may also name the dtype of keys and values, or else the format of experts and projections: "bfloat16, KV in
+    fp8_e4m3", "bfloat16, held in fp8".
     """
 
     def __init__(self, folder: Path, dtype: str, **settings: Any) -> None:
         is_moe = load_model_config(folder).is_moe
         dtype, _, stored = dtype.partition(", KV in ")
-        settings |= {"kv_cache_dtype": stored or "auto"}
+        dtype, _, held = dtype.partition(", held in ")
+        settings |= {"kv_cache_dtype": stored or "auto", "cpu_linear_format": held or "plain"}
+        settings |= {"cpu_weight_format": held or "plain"} if is_moe else {}  # dense models have no experts
         self.harness = Harness(folder, dtype=dtype, **{"enable_return_routed_experts": is_moe} | ROOMY | settings)
         self.has_routes = is_moe
         state = self.harness.control(GetStateReqInput).data
         assert state["batch_invariant"], state["batch_invariance_note"]
+        formats = self.harness.scheduler.runner.state.model.weights.held_formats()
+        assert {form.flag.split()[-1] for form in formats.values()} == ({held} if held else set())
         self.vocab_size = self.harness.scheduler.runner.state.model.config.vocab_size
 
     def hit(self, num_tokens: int) -> int:

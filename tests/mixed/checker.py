@@ -46,6 +46,8 @@ class Tally:
     prefix_hits: int = 0
     commits: int = 0
     event_batches: int = 0
+    held_weights: int = 0  # schedules with weights in fewer bits
+    fp8_kv: int = 0  # schedules
 
     def add(self, other: Tally) -> None:
         for item in fields(self):

@@ -254,6 +254,7 @@ def _server_args(settings: Settings, is_moe: bool) -> dict[str, Any]:
         "enable_weights_cpu_backup": settings.memory == "copied",
         "state_snapshot_interval": settings.snapshots,
         "weight_staging": settings.staging,
+        **settings.form.settings,
     }
 
 

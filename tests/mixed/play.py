@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 
 import msgspec
+import torch
 
 from rollout.core.messages.io_struct import (
     FlushCacheReqInput,
@@ -67,7 +68,8 @@ def play(schedule: Schedule, zoo: Zoo) -> Tally:
     """Play a schedule and check it.  Raises `MixedFailed`."""
     num_played = 0
     try:
-        player = Player(zoo.model(schedule.settings.family, schedule.settings.dtype), schedule)
+        settings = schedule.settings
+        player = Player(zoo.model(settings.family, settings.dtype, settings.form), schedule)
         try:
             for action in schedule.actions:
                 player.play(action)
@@ -107,6 +109,9 @@ class Player:
         tally.schedules, tally.commits = 1, len(engine.of_epoch) - 1
         events = engine.scheduler.kv_events
         tally.event_batches = 0 if events is None else events.num_batches
+        runner = engine.scheduler.runner
+        tally.held_weights = int(bool(runner.state.model.weights.held_formats()))
+        tally.fp8_kv = int(runner.kv_pool.stored == torch.float8_e4m3fn)
         return tally
 
     def _act(self, action: AnyAction) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rollout.core.messages.io_struct import MemoryTag, PauseMode
-from tests.mixed.zoo import NUM_CONTENTS, Shape
+from tests.mixed.zoo import NUM_CONTENTS, PLAIN, Form, Format, Shape
 from weight_sync.staging import StagingMode
 
 Dtype = Literal["float32", "bfloat16"]
@@ -176,6 +176,7 @@ class Settings(msgspec.Struct, frozen=True):
     memory: Literal["kept", "released", "copied"]
     snapshots: int
     staging: StagingMode
+    form: Form = PLAIN
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -254,6 +255,18 @@ class _Drawn:
             memory=rng.choice(["kept", "kept", "released", "copied"]),
             snapshots=rng.choice([4, 8, 32, 64]),
             staging=rng.choice(["host", "host", "device", "journal"]),
+            form=self._form(),
+        )
+
+    def _form(self) -> Form:
+        """Draw formats, with numbers of their own: other draws of a seed are as they were without them."""
+        rng, shape = random.Random(f"formats of {self.seed}"), self.shape
+        held, place, kv = rng.choice(_FORMATS), rng.choice(["both", "both", "experts", "linears"]), rng.random()
+        is_held = shape.can_be_held and rng.random() < 0.5
+        return Form(
+            experts=held if is_held and shape.is_moe and place != "linears" else "plain",
+            linears=held if is_held and (place != "experts" or not shape.is_moe) else "plain",
+            kv="fp8_e4m3" if kv < 0.25 and not shape.has_latents else "auto",
         )
 
     def _kinds(self) -> list[tuple[Callable[[], list[AnyAction]], int]]:
@@ -434,6 +447,7 @@ _USUAL = [
 ]
 _PAUSES: list[PauseMode] = [*["retract"] * 6, *["in_place"] * 3, "abort", "wait", "wait"]  # type: ignore[list-item]
 _SESSIONS = ["s", "t"]
+_FORMATS: list[Format] = ["w8", "fp8", "int4", "int4-128"]
 _LONGEST = {"snapshots": 180, "pages": 400}
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _ALL_PENALTIES = {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "presence_penalty": 1.5}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollout.control import weight_queue
 from rollout.core.messages.io_struct import GetStateReqInput, ReplayedRoutes
-from rollout.core.specs.layer_specs import AttentionSpec, GatedDeltaSpec
+from rollout.core.specs.layer_specs import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec
 from rollout.core.specs.model_config import ModelConfig
 from rollout.engine import build_control
 from tests.family_zoo import FAMILIES, SEEING, family_checkpoint, family_config
@@ -34,6 +34,7 @@ NUM_CONTENTS = 3
 DTYPES = ("float32", "bfloat16")
 _MODEL_SEED = 3
 _MAX_ANSWERS = 512  # kept for all models together; one schedule asks for fewer
+_MAX_ENGINES = 24  # kept of models in other formats than plain; engines of plain models all stay
 _ROOM = 1024  # KV slots of an engine for one request alone
 _CHANGES: dict[str, dict[str, Any]] = {  # so that requests go beyond two pages of windows
     "gpt_oss": {"max_position_embeddings": 640},
@@ -41,8 +42,33 @@ _CHANGES: dict[str, dict[str, Any]] = {  # so that requests go beyond two pages 
 }
 
 
+V = TypeVar("V")
 Prefixes = Literal["tokens", "snapshots", "pages"]
 """The prefixes that an engine finds: any, prefixes up to a snapshot, or whole pages."""
+
+
+Format = Literal["plain", "w8", "fp8", "int4", "int4-128"]
+KVFormat = Literal["auto", "fp8_e4m3"]
+
+
+class Form(NamedTuple):
+    """The formats in which an engine holds experts, projections (`linears`), and keys and values (`kv`)."""
+
+    experts: Format = "plain"
+    linears: Format = "plain"
+    kv: KVFormat = "auto"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of an engine."""
+        return {
+            "cpu_weight_format": self.experts,
+            "cpu_linear_format": self.linears,
+            "kv_cache_dtype": self.kv,
+        }
+
+
+PLAIN = Form()
 
 
 @dataclass(frozen=True)
@@ -57,10 +83,16 @@ class Shape:
     num_experts: int
     top_k: int
     prefixes: Prefixes
+    has_latents: bool
 
     @property
     def is_moe(self) -> bool:
         return self.num_layers > 0
+
+    @property
+    def can_be_held(self) -> bool:
+        """True if weights can be held in fewer bits."""
+        return self.dtype == "bfloat16"
 
     def routes(self, replay: Replay) -> ReplayedRoutes:
         """Return routes as a request brings them along."""
@@ -90,6 +122,7 @@ def _tiny_shape(kind: str, dtype: str) -> Shape:
         num_experts=spec.experts,
         top_k=spec.top_k,
         prefixes="tokens",
+        has_latents=False,
     )
 
 
@@ -105,6 +138,7 @@ def _shape(family: str, dtype: str) -> Shape:
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         prefixes=_prefixes(config),
+        has_latents=any(isinstance(layer.attention, LatentAttentionSpec) for layer in config.layers),
     )
 
 
@@ -115,20 +149,42 @@ def _prefixes(config: ModelConfig) -> Prefixes:
     return "pages" if any(isinstance(kind, AttentionSpec) and kind.window for kind in kinds) else "tokens"
 
 
+class Kept(Generic[V]):
+    """The values that were asked for last, at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Hashable, V] = OrderedDict()
+
+    def value(self, key: Hashable, make: Callable[[], V]) -> V:
+        """Return the value of `key`, which `make` returns if it is not kept."""
+        known = self._values.get(key)
+        if known is None:
+            known = self._values[key] = make()
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        return known
+
+
 class Zoo:
     """Models are written into `folder` when they are first asked for; another process may have done it before."""
 
     def __init__(self, folder: Path) -> None:
         self.shapes = all_shapes()
         self._folder = folder
-        self._models: dict[tuple[str, str], Model] = {}
-        self._answers: OrderedDict[Any, Result] = OrderedDict()
+        self._models: dict[tuple[str, str, Form], Model] = {}
+        self._answers: Kept[Result] = Kept(_MAX_ANSWERS)
+        self._engines: Kept[Harness] = Kept(_MAX_ENGINES)
 
-    def model(self, family: str, dtype: str) -> Model:
-        model = self._models.get((family, dtype))
+    def model(self, family: str, dtype: str, form: Form = PLAIN) -> Model:
+        model = self._models.get((family, dtype, form))
         if model is None:
             shape = next(shape for shape in self.shapes if (shape.family, shape.dtype) == (family, dtype))
-            model = self._models[family, dtype] = Model(self._folder / f"{family}-{dtype}", shape, self._remember)
+            plain = None if form == PLAIN else self.model(family, dtype)
+            engines: Kept[Harness] = Kept(NUM_CONTENTS) if plain is None else self._engines
+            folder = self._folder / f"{family}-{dtype}"
+            model = self._models[family, dtype, form] = Model(folder, shape, form, plain, self._answers, engines)
         return model
 
     def write_all(self) -> None:
@@ -136,33 +192,38 @@ class Zoo:
             self.model(shape.family, shape.dtype)
 
     def build_all(self) -> None:
-        """Build every engine that computes requests alone, so that its memory does not count as growth by schedules."""
+        """Build every engine that stays and computes requests alone, so that its memory is no growth by schedules."""
         for shape in self.shapes:
             self.model(shape.family, shape.dtype).build_all()
 
-    def _remember(self, key: Any, answer: Callable[[], Result]) -> Result:
-        known = self._answers.get(key)
-        if known is None:
-            known = self._answers[key] = answer()
-            if len(self._answers) > _MAX_ANSWERS:
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
-        return known
-
 
 class Model:
-    """`contents[c]`: every tensor by name; `changed`: the names of tensors that are not the same in all contents."""
+    """`contents[c]`: every tensor by name; `changed`: the names of tensors that are not the same in all contents.
 
-    def __init__(self, folder: Path, shape: Shape, remember: Callable[[Any, Callable[[], Result]], Result]) -> None:
+    `plain`: the model whose tensors are held in `form` here; None: this one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: Shape,
+        form: Form,
+        plain: Model | None,
+        answers: Kept[Result],
+        engines: Kept[Harness],
+    ) -> None:
         self.folder = folder
         self.shape = shape
-        self._remember = remember
-        self._alone: dict[int, Harness] = {}
+        self.form = form
+        self._plain = plain
+        self._answers, self._engines = answers, engines
         if not (folder / "tokenizer.json").is_file():
             _write(folder, shape)
 
     @cached_property
     def contents(self) -> list[dict[str, torch.Tensor]]:
+        if self._plain is not None:
+            return self._plain.contents
         base = logical_tensors(self.folder)
         return [base | _changed(base, content) for content in range(NUM_CONTENTS)]
 
@@ -197,33 +258,36 @@ class Model:
         return self._answer(ask.prompt + token_ids, params, fields, content)
 
     def _answer(self, prompt: list[int], params: dict[str, Any], fields: dict[str, Any], content: int) -> Result:
-        key = (self.shape, content, repr((prompt, params, fields)))
-        return self._remember(key, lambda: self._compute(prompt, params, fields, content))
+        key = (self.shape, self.form, content, repr((prompt, params, fields)))
+        return self._answers.value(key, lambda: self._compute(prompt, params, fields, content))
 
     @torch.inference_mode()
     def _compute(self, prompt: list[int], params: dict[str, Any], fields: dict[str, Any], content: int) -> Result:
         return self._engine(content).generate([prompt], params, **fields)[0]
 
     def _engine(self, content: int) -> Harness:
-        engine = self._alone.get(content)
-        if engine is None:
-            with in_turn():
-                engine = Harness(
-                    self.folder,
-                    dtype=self.shape.dtype,
-                    max_total_tokens=_ROOM,
-                    chunked_prefill_size=-1,
-                    disable_radix_cache=True,
-                    max_running_requests=1,
-                    enable_return_routed_experts=self.shape.is_moe,
-                )
-                changed = {name: self.contents[content][name] for name in self.changed}
-                assert refresh(engine, changed, f"content {content}", coverage="partial").success
-            state = engine.control(GetStateReqInput).data
-            assert state is not None and state["batch_invariant"], state
-            engine.scheduler.runner.recorded = None  # the model's own code runs each forward
-            self._alone[content] = engine
+        key = (self.shape, self.form, content)
+        engine = self._engines.value(key, lambda: self._build(content))
         engine.results.clear()
+        return engine
+
+    def _build(self, content: int) -> Harness:
+        with in_turn():
+            engine = Harness(
+                self.folder,
+                dtype=self.shape.dtype,
+                max_total_tokens=_ROOM,
+                chunked_prefill_size=-1,
+                disable_radix_cache=True,
+                max_running_requests=1,
+                enable_return_routed_experts=self.shape.is_moe,
+                **self.form.settings,
+            )
+            changed = {name: self.contents[content][name] for name in self.changed}
+            assert refresh(engine, changed, f"content {content}", coverage="partial").success
+        state = engine.control(GetStateReqInput).data
+        assert state is not None and state["batch_invariant"], state
+        engine.scheduler.runner.recorded = None  # the model's own code runs each forward
         return engine
 
 

@@ -41,7 +41,7 @@ from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 MAGIC = b"LKSDELT2"
-_OLD_MAGIC = b"LKSDELT1"
+_OLD_MAGIC = b"LKSDELT1"  # of release 0.2.0, whatever the version of this package is
 MAX_INDEX_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sIIII5Q32s32s")
 _FINGERPRINT_BYTES = 16
@@ -196,7 +196,9 @@ def read_frame(data: bytes | memoryview, max_bytes: int | None, known: KnownList
     """
     view = memoryview(data)
     if bytes(view[:8]) == _OLD_MAGIC:
-        raise ContentError("the delta frame has the form of version 0.2.0; upgrade the sender to this engine's version")
+        raise ContentError(
+            "the delta frame has the form of release 0.2.0; install this engine's package for the sender, too"
+        )
     if len(view) < _HEAD.size or bytes(view[:8]) != MAGIC:
         raise ContentError("the data is not a delta frame: it does not begin with the magic bytes")
     _, list_bytes, listed_bytes, size_bytes, count, *plane_bytes, base, result = _HEAD.unpack(view[: _HEAD.size])

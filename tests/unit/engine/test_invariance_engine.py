@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
@@ -34,6 +34,7 @@ from tests.tiers import examples
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 WITH_FP8_KV = pytest.mark.parametrize("dtype", ["bfloat16, KV in fp8_e4m3", "float32, KV in fp8_e4m3"])
+HELD = ("bfloat16, held in fp8", pytest.param("bfloat16, held in int4", marks=pytest.mark.full))
 CHUNKS = [1, 2, 3, 7, 64, -1]
 BLOCK = 128  # positions that attention takes together
 VOCABULARY = 320
@@ -150,12 +151,24 @@ schedules = st.builds(
 )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bfloat16, KV in fp8_e4m3"])
+RETRACTS = Schedule(
+    order_seed=0,
+    gaps=[],
+    twice=True,
+    tight=True,
+    settings={"chunked_prefill_size": 7, "disable_radix_cache": False, "max_running_requests": 256},
+)
+"""A schedule of `asks(7, seed=5)` in which a request is retracted, and prefixes are found."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bfloat16, KV in fp8_e4m3", *HELD])
 def test_any_model_in_any_schedule(dtype: str) -> None:
     seen = {"retractions": 0, "cached": 0, "several routes": 0}
+    in_gate = 6 if "held in" in dtype else 16
 
-    @EXAMPLES
+    @settings(EXAMPLES, max_examples=examples(16, gate=in_gate))
     @given(specs(), schedules, st.integers(0, 99), st.sampled_from([60, BLOCK + 12]))
+    @example(tiny_spec(), RETRACTS, 5, 60)
     def check(spec: CheckpointSpec, schedule: Schedule, seed: int, longest: int) -> None:
         batch = asks(7, seed, longest=longest)
         with TemporaryDirectory() as temporary:

@@ -285,7 +285,7 @@ def decoded(payload: bytes, old: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def test_a_frame_of_a_version_before_is_refused_with_advice() -> None:
     payload, _, _ = valid_frame()
-    with pytest.raises(ContentError, match=r"form of version 0\.2\.0; upgrade the sender to this engine's version"):
+    with pytest.raises(ContentError, match=r"form of release 0\.2\.0; install this engine's package"):
         read_frame(b"LKSDELT1" + payload[8:], LIMIT)
 
 

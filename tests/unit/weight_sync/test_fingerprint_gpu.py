@@ -140,6 +140,7 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from benchmarks.gpu_kernels_table import resources
 from weight_sync.fingerprint_gpu import compile_cases
 for name, kernel, types, constants, warps, stages in compile_cases():
     ordered = {arg: (types | dict.fromkeys(constants, "constexpr"))[arg] for arg in kernel.arg_names}
@@ -147,6 +148,8 @@ for name, kernel, types, constants, warps, stages in compile_cases():
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "mul.lo.s64" in compiled.asm["ptx"] or "mad.lo.s64" in compiled.asm["ptx"], name
+    registers, spilled = resources(compiled.asm["cubin"])
+    assert spilled == 0, (name, registers, spilled)
     print(name)
 """
 

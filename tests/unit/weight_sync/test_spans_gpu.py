@@ -315,10 +315,14 @@ def _counting(work_of: Any) -> Any:
 
 _COMPILE = """
 from benchmarks.compile_cases import CompileCase, compile_for
+from benchmarks.gpu_kernels_table import resources
 from weight_sync.spans_gpu import compile_cases
+SPILLED_BYTES = {"spans_float8_e4m3fn": 32, "spans_float8_e5m2": 32, "spans_int64_folded": 16}
 for case in compile_cases():
     compiled = compile_for(CompileCase(*case))
     assert "st.global" in compiled.asm["ptx"] or "only" in case[0], case[0]
+    registers, spilled = resources(compiled.asm["cubin"])
+    assert spilled == SPILLED_BYTES.get(case[0], 0), (case[0], registers, spilled)
     print(case[0])
 """
 
