@@ -28,6 +28,11 @@ class Framework:
     shimmed: tuple[str, ...] = ()
     not_there: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for words in (self.packages, self.shimmed, self.not_there):
+            if isinstance(words, str):  # would be a tuple of its letters
+                raise TypeError(f"{self.name}: give a tuple of strings, not {words!r}")
+
 
 @dataclass(kw_only=True)
 class Row:

@@ -35,7 +35,7 @@ FRAMEWORK = Framework(
     name="AReaL",
     packages=("areal",),
     flags={"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_return_routed_experts": True},
-    not_there=("compute_logp: float() of the null that SGLang sends first, too"),
+    not_there=("compute_logp: float() of the null that SGLang sends first, too",),
 )
 PROMPT = [260, 315, 81, 377, 294]
 ENGINES = {"sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
