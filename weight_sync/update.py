@@ -156,14 +156,13 @@ class WeightUpdate:
         `WeightTransaction.receive` raise.
         """
         start, transaction = time.perf_counter(), self.transaction
-        self.has_begun_to_receive = True
         wrong: WeightSyncError | None = None
+        other = self.note_call(weight_version)
         if pace is not None:
             pace(0.0)
         try:
             metas = source.announce(max_bytes)
             try:
-                other = self._other_version(weight_version)
                 if other is not None and transaction.state is TransactionState.OPEN:
                     raise other
                 self._announce(metas, cast, source)
@@ -176,8 +175,17 @@ class WeightUpdate:
             raise
         finally:
             self.receiving_s += time.perf_counter() - start
-        if weight_version is not None:
-            transaction.weight_version = weight_version
+
+    def note_call(self, weight_version: str | None) -> TransactionStateError | None:
+        """Note a call with tensors, before anything can go wrong on one rank alone.  Return why it is not of this.
+
+        The label decides whose the next calls are, so all ranks note it, whatever becomes of the call.
+        """
+        self.has_begun_to_receive = True
+        other = self._other_version(weight_version)
+        if weight_version is not None and other is None:
+            self.transaction.weight_version = weight_version
+        return other
 
     def _announce(self, metas: Sequence[TensorMeta], cast: bool, source: BucketSource) -> None:
         """Check what is known of a bucket.  Raises as `WeightTransaction.announce`, and as `Sorter.metas`."""
@@ -230,6 +238,12 @@ class WeightUpdate:
         for transaction in self.transactions:
             transaction.fail(reason)
         self._note_torn()
+
+    def spoil(self, reason: str, weight_version: str | None, update_id: str | None) -> None:
+        """Fail, as what one of its calls brings cannot be read on this rank."""
+        self.admit(update_id)
+        self.note_call(weight_version)
+        self.fail(reason)
 
     def abort(self, reason: str = "the weight update was aborted") -> None:
         """Put the targets back as they were before the update, unless a failed commit has done so."""

@@ -170,7 +170,7 @@ class WeightControl:
 
     def _drop_given_up(self) -> None:
         if self._is_given_up and self._has_implicit_update:
-            self._updater.drop("the pause in which it was sent was given up")
+            self._updater.drop("a pause was given up while it was open")
         self._is_given_up = False
 
     @property

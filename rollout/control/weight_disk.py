@@ -116,8 +116,12 @@ class DiskRefresh:
             if verb.load_format not in LOAD_FORMATS:
                 known = "null, 'auto', 'safetensors'"
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
-            path = self._folders.readable(verb.model_path)
-            source = self._source_of(verb, path, update)
+            try:
+                source = self._source_of(verb, self._folders.readable(verb.model_path), update)
+            except Exception as error:
+                if update is not None:  # other ranks may have read it
+                    update.spoil(str(error), verb.weight_version, verb.update_id)
+                raise
             try:
                 if opens:
                     opened = self._companions.of_call(verb.selector, "full")

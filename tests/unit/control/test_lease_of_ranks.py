@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from rollout.control.weight_disk import DiskRefresh
 from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
@@ -26,6 +27,7 @@ from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     GetWeightUpdateReqInput,
+    UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 from tests.adapter_updates import FAMILY, SEED, Content, begin, make_content, update_id
@@ -34,7 +36,7 @@ from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness, control_of
 from tests.unit.control.test_parallel_refresh import send
 from weight_sync import updater as updater_module
-from weight_sync.errors import StagingError
+from weight_sync.errors import StagingError, WeightRequestError
 from weight_sync.updater import WeightUpdater
 
 SKEW_S = 0.3
@@ -213,3 +215,52 @@ def test_a_begin_that_one_rank_cannot_carry_out_opens_nothing(
     refused = engine.control(BeginWeightUpdateReqInput, weight_version="v1")
     assert not refused.success and "no memory is left" in refused.message
     assert [updater.is_open for updater in updaters(engine)] == [False, False]
+
+
+# --- one rank alone cannot take a call of it -------------------------------------------------------------------------
+
+
+def check_failed_on_all(harness: ParallelHarness) -> None:
+    check_agree(harness)
+    assert {updater.status()["state"] for updater in updaters(harness)} == {"failed"}
+    assert len({updater.status()["weight_version"] for updater in updaters(harness)}) == 1
+
+
+def test_a_bucket_that_one_rank_cannot_take_labels_the_update_on_all(
+    engine: ParallelHarness, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The label decides whose the next call is, and only the calls of an update renew its lease."""
+    assert engine.control(BeginWeightUpdateReqInput).success
+
+    def receive(*_: Any) -> None:
+        raise StagingError("no memory is left")
+
+    opened = updaters(engine)[1].update
+    assert opened is not None
+    monkeypatch.setattr(opened.transaction, "receive", receive)
+    fields = {"payload": bytearray(save({NORM: tensors[NORM].contiguous()})), "format": "safetensors"}
+    refused = engine.control(UpdateWeightsFromTensorReqInput, weight_version="v1", **fields)
+    assert not refused.success and "rank 1: no memory is left" in refused.message
+    check_failed_on_all(engine)
+    assert not engine.control(UpdateWeightsFromTensorReqInput, weight_version="v2", **fields).success
+    check_failed_on_all(engine)
+
+
+def test_a_folder_that_one_rank_cannot_read_fails_the_update_on_all(
+    engine: ParallelHarness, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.control(BeginWeightUpdateReqInput, update_id="u").success
+    own, usual = updaters(engine)[1], DiskRefresh._source_of
+
+    def source_of(self: DiskRefresh, *arguments: Any) -> Any:
+        if self._updater is own:
+            raise WeightRequestError("cannot read config.json")
+        return usual(self, *arguments)
+
+    monkeypatch.setattr(DiskRefresh, "_source_of", source_of)
+    fields = {"model_path": str(folder), "weight_version": "v1", "update_id": "u"}
+    refused = engine.control(UpdateWeightsFromDiskReqInput, **fields)
+    assert not refused.success and "cannot read config.json" in refused.message
+    check_failed_on_all(engine)
+    assert {updater.is_dirty for updater in updaters(engine)} == {False}
+    assert engine.control(AbortWeightUpdateReqInput, update_id="u").success
