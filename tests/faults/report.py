@@ -13,7 +13,7 @@ from tests.faults.matrix import Played
 _STAGINGS = ("host", "device", "journal", "in_place")
 _SHORT = {"host": "h", "device": "d", "journal": "j", "in_place": "i"}
 _WORDS = {"old": "old", "new": "new", "POISONED": "P", "ENDED": "ended"}
-WIDTH = 150
+WIDTH = 200
 
 
 def table(played: Sequence[Played], title: str) -> Table:
