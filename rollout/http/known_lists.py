@@ -20,7 +20,7 @@ from rollout.core.messages.tensor_lists import StrictBoxes, StrictSize, digest_o
 MAX_KNOWN = 16384
 """Calls of one refresh.  A trainer with more of them sends short lists, which are soon read."""
 MAX_KEPT_BYTES = 64 << 20
-"""JSON that is kept to be compared: a refresh of 100,000 tensors has 10 MB."""
+"""JSON that is kept, each list's with the braces around it and without: a refresh of 100,000 tensors has 10 MB."""
 _BEGINNING = b'"names":["'
 _KEY_BYTES = 512
 """Bytes of the beginning by which kept JSON is found."""
@@ -42,19 +42,24 @@ class NotThere(Exception):
     """Known lists are somewhere in a body, but not where lists belong."""
 
 
-def _inside(lists: RawLists) -> bytes:
-    """Return the JSON of the lists without the braces around it."""
-    return lists.data[1:-1]
+class _Kept(NamedTuple):
+    """Lists, and their JSON without the braces, which a slice would copy for each comparison."""
+
+    lists: RawLists
+    inside: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.lists.data) + len(self.inside)
 
 
 class CutBody:
-    """A body in which stand-ins take the place of known `lists`."""
+    """A body in which stand-ins take the place of known `lists`, from `start` to `end`."""
 
-    def __init__(self, data: bytes, start: int, lists: RawLists) -> None:
+    def __init__(self, data: bytes, start: int, end: int, lists: RawLists) -> None:
         mark = b'["%b"]' % secrets.token_hex(16).encode()
         self._lists = lists
         self._mark = mark
-        end = start + len(_inside(lists))
         self.data = b"".join((data[:start], joined_lists(mark, mark, mark)[1:-1], data[end:]))
 
     def read(
@@ -77,7 +82,7 @@ class KnownLists:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._num_names: dict[bytes, int] = {}  # by digest, oldest first
-        self._kept: dict[bytes, list[RawLists]] = {}  # by their beginning, oldest first, and so the lists of each
+        self._kept: dict[bytes, dict[bytes, _Kept]] = {}  # by beginning and digest; in both what came last is last
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -108,27 +113,40 @@ class KnownLists:
         start = data.find(_BEGINNING)
         key = data[start : start + _KEY_BYTES]
         with self._lock:
-            alike = self._kept.pop(key, None) if start >= 0 else None
-            if alike is not None:
-                self._kept[key] = alike  # the one that came last
-            found = tuple(alike or ())
-        for lists in found:
-            if data.startswith(_inside(lists), start):
-                return CutBody(data, start, lists)
+            found = tuple(self._kept.get(key, {}).values()) if start >= 0 else ()
+        for kept in found:
+            if data.startswith(kept.inside, start):
+                self._renew(key, kept)
+                return CutBody(data, start, start + len(kept.inside), kept.lists)
         return None
 
-    def _keep(self, lists: RawLists) -> None:
-        key = lists.data[1 : 1 + _KEY_BYTES]
-        if not _KEY_BYTES <= len(_inside(lists)) <= self._max_bytes:
-            return
+    def _renew(self, key: bytes, kept: _Kept) -> None:
+        """Note that kept lists came again.  Another thread may have removed them meanwhile."""
+        digest = kept.lists.digest
         with self._lock:
-            alike = self._kept.pop(key, [])
-            others = [other for other in alike if other.digest != lists.digest][1 - ALIKE :]
-            self._kept[key] = [*others, lists]
-            self._num_bytes += _num_bytes(self._kept[key]) - _num_bytes(alike)
+            if digest in self._kept.get(key, {}):
+                alike = self._kept[key] = self._kept.pop(key)
+                alike[digest] = alike.pop(digest)
+
+    def _keep(self, lists: RawLists) -> None:
+        kept = _Kept(lists, lists.data[1:-1])
+        if len(kept.inside) < _KEY_BYTES or kept.num_bytes > self._max_bytes:
+            return
+        key = kept.inside[:_KEY_BYTES]
+        with self._lock:
+            alike = self._kept[key] = self._kept.pop(key, {})
+            if lists.digest in alike:
+                self._num_bytes -= alike.pop(lists.digest).num_bytes
+            alike[lists.digest] = kept
+            self._num_bytes += kept.num_bytes
+            if len(alike) > ALIKE:
+                self._remove_oldest(key)
             while self._num_bytes > self._max_bytes:
-                self._num_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
+                self._remove_oldest(next(iter(self._kept)))
 
-
-def _num_bytes(alike: list[RawLists]) -> int:
-    return sum(len(lists.data) for lists in alike)
+    def _remove_oldest(self, key: bytes) -> None:
+        """Remove the oldest of the lists with this beginning.  Call it under the lock."""
+        alike = self._kept[key]
+        self._num_bytes -= alike.pop(next(iter(alike))).num_bytes
+        if not alike:
+            del self._kept[key]

@@ -89,12 +89,23 @@ class Communicator:
 
 
 def merge_answers(answers: Sequence[ControlReqOutput[AnyReply]]) -> ControlReqOutput[AnyReply]:
-    """Return success if all succeeded, with the replies merged; else the first refusal."""
+    """Return success if all succeeded, with the replies and the messages merged; else the first refusal."""
     in_order = sorted(answers, key=lambda answer: answer.dp_rank)
     first = next((answer for answer in in_order if not answer.success), in_order[0])
     if not first.success or len(in_order) == 1:
         return first
-    return msgspec.structs.replace(first, data=first.reply.merged([answer.reply for answer in in_order]))
+    data = first.reply.merged([answer.reply for answer in in_order])
+    return msgspec.structs.replace(first, message=_merged_message(in_order), data=data)
+
+
+def _merged_message(answers: Sequence[ControlReqOutput[Any]]) -> str:
+    """Return the message that all answers have, else each one with the data-parallel ranks that gave it."""
+    ranks: dict[str, list[str]] = {}
+    for answer in answers:
+        ranks.setdefault(answer.message, []).append(str(answer.dp_rank))
+    if len(ranks) == 1:
+        return answers[0].message
+    return " | ".join(f"data-parallel rank {', '.join(numbers)}: {message}" for message, numbers in ranks.items())
 
 
 def _typed(answer: ControlReqOutput[Any], reply: type[AnyReply]) -> ControlReqOutput[AnyReply]:

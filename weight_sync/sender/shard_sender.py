@@ -60,7 +60,9 @@ class ShardSender(WeightSender):
     def connect(self, *, group_name: str = "weight_update_group", **options: Any) -> None:
         """Join a group with each engine, as `WeightSender.connect`; each rank's has its number after its name.
 
-        Raises `WeightRequestError` for `shared` on several trainer ranks, before an engine hears of it.
+        Raises `WeightRequestError` for `shared` on several trainer ranks, before an engine hears of it.  All of them
+        must pass the same `shared`: if only some pass it, these raise, and the others wait for them in the next
+        refresh.
         """
         ranks = self._ranks()
         rank = 0 if ranks is None else ranks.rank

@@ -301,6 +301,16 @@ def test_an_abort_says_what_is_left_of_the_weights(engine: Harness, tensors: Ten
     assert engine.control(PauseGenerationReqInput).success
 
 
+def test_an_abort_says_which_replica_has_torn_weights(folder: Path) -> None:
+    with ParallelHarness(folder, dp_size=2) as harness:
+        assert harness.control(BeginWeightUpdateReqInput).success
+        control_of(harness.schedulers[1])._updater.model.torn = "a page was lost"
+        whole, torn = harness.control(AbortWeightUpdateReqInput).message.split(" | ")
+    assert whole == "data-parallel rank 0: Weight update aborted; the previous weights serve."
+    poisoned = "Weight update aborted; the weights are poisoned: a page was lost; send a complete refresh."
+    assert torn == f"data-parallel rank 1: {poisoned}"
+
+
 def test_an_abort_after_a_release_says_that_nothing_serves(folder: Path, tensors: Tensors) -> None:
     harness = Harness(folder, dtype="float64", num_threads=1, enable_memory_saver=True)
     assert harness.control(ReleaseMemoryOccupationReqInput, tags=["weights"]).success

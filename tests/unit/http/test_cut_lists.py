@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -33,6 +34,17 @@ def knowing(*lists: bytes) -> KnownLists:
     for each in lists:
         assert parse_body(BUCKET, b"{%b}" % each, known).lists is not None
     return known
+
+
+def held(lists: bytes) -> int:
+    """Return the bytes that the record holds for these lists: with braces, and without."""
+    return 2 * len(lists) + 2
+
+
+def held_bytes(known: KnownLists) -> int:
+    groups = [alike.values() for alike in known._kept.values()]
+    assert all(groups), "no beginning is left without lists"
+    return sum(len(kept.lists.data) + len(kept.inside) for alike in groups for kept in alike)
 
 
 @pytest.fixture
@@ -123,14 +135,14 @@ def test_stand_ins_that_are_not_asked_for_would_be_lists(monkeypatch: pytest.Mon
 
 def test_the_record_keeps_as_many_bytes_as_it_may() -> None:
     lists = [members(str(number)) for number in range(6)]
-    known = KnownLists(max_bytes=3 * (len(lists[0]) + 2))
+    known = KnownLists(max_bytes=3 * held(lists[0]))
     for each in lists:
         parse_body(BUCKET, b"{%b}" % each, known)
     parse_body(BUCKET, b"{%b}" % lists[3], known)
     parse_body(BUCKET, b"{%b}" % members("9"), known)
     kept = [known.cut(b"{%b}" % each) is not None for each in lists]
     assert kept == [False, False, False, True, False, True]
-    assert sum(len(each.data) for alike in known._kept.values() for each in alike) == known._num_bytes
+    assert known._num_bytes == held_bytes(known) == 3 * held(lists[0])
 
 
 def test_lists_that_begin_alike_are_kept_beside_each_other() -> None:
@@ -140,7 +152,66 @@ def test_lists_that_begin_alike_are_kept_beside_each_other() -> None:
     assert [known.cut(b"{%b}" % each) is not None for each in alike] == [False, True, True, True, True]
     parse_body(BUCKET, b"{%b}" % alike[0], known)
     assert [known.cut(b"{%b}" % each) is not None for each in alike] == [True, False, True, True, True]
-    assert sum(len(each.data) for kept in known._kept.values() for each in kept) == known._num_bytes
+    assert known._num_bytes == held_bytes(known)
+
+
+def test_lists_that_fill_the_record_remove_the_oldest_and_stay() -> None:
+    """Of lists that begin alike one goes, not all of them; the oldest beginning goes first."""
+    alike = [A.replace(b"]]", b"],[%d]]" % size) for size in range(3)]
+    known = KnownLists(max_bytes=3 * held(alike[0]))
+    for count, each in enumerate((B, *alike)):
+        parse_body(BUCKET, b"{%b}" % each, known)
+        assert known.cut(b"{%b}" % each) is not None, count
+    assert [known.cut(b"{%b}" % each) is not None for each in (B, *alike)] == [False, True, True, True]
+    parse_body(BUCKET, b"{%b}" % B, known)
+    assert [known.cut(b"{%b}" % each) is not None for each in (*alike, B)] == [False, True, True, True]
+    assert known._num_bytes == held_bytes(known)
+    known = KnownLists(max_bytes=held(alike[0]))
+    for each in alike:
+        parse_body(BUCKET, b"{%b}" % each, known)
+        assert known.cut(b"{%b}" % each) is not None and known._num_bytes == held_bytes(known) == held(each)
+
+
+def test_lists_that_come_again_outlast_others_that_begin_alike() -> None:
+    """A manifest comes at each refresh, and a bucket that begins as it does may have other tensors each time."""
+    known = knowing(A)
+    for size in range(2 * known_lists.ALIKE):
+        parse_body(BUCKET, b"{%b}" % A.replace(b"]]", b"],[%d]]" % size), known)
+        assert known.cut(b"{%b}" % A) is not None, size
+
+
+class MeanwhileRead(bytes):
+    """A body during whose comparison another thread reads lists that begin alike."""
+
+    known: KnownLists
+
+    def startswith(self, *args: Any) -> bool:
+        for size in range(known_lists.ALIKE):
+            parse_body(BUCKET, b"{%b}" % A.replace(b"]]", b"],[%d]]" % size), self.known)
+        return super().startswith(*args)
+
+
+def test_lists_that_are_removed_amid_their_comparison_stay_removed() -> None:
+    body = MeanwhileRead(b"{%b}" % A)
+    body.known = known = knowing(A)
+    cut = known.cut(body)
+    assert cut is not None and len(cut.data) < 300
+    assert known.cut(b"{%b}" % A) is None and known._num_bytes == held_bytes(known)
+
+
+def test_a_comparison_copies_no_lists() -> None:
+    long = members("a", 20_000)
+    others = [long.replace(b"]]", b"],[%d]]" % size) for size in range(2)]
+    known = knowing(long, others[0])
+    for each, is_known in ((long, True), (others[1], False)):
+        body = b"{%b}" % each
+        tracemalloc.start()
+        try:
+            assert (known.cut(body) is not None) == is_known
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 100_000 < len(body)
 
 
 def test_short_lists_are_read_each_time() -> None:

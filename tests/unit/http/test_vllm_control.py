@@ -15,7 +15,7 @@ from rollout.core.messages import io_struct
 from rollout.core.messages import weights as weight_io_struct
 from rollout.core.messages.adapters import UnloadLoraAdapterReqInput
 from rollout.core.messages.io_struct import ControlReqOutput
-from rollout.core.messages.message import ControlReqInput
+from rollout.core.messages.message import ControlReqInput, NoReply
 from rollout.http.vllm import weight_routes as vllm_weight_routes
 from rollout.tokenizer_manager.communicator import merge_answers
 from tests.http_harness import Live, live_server
@@ -551,6 +551,20 @@ def test_one_replica_that_is_paused_is_a_pause() -> None:
     ]
     assert merge_answers(answers).reply.paused is True
     assert merge_answers(answers[:1] * 2).reply.paused is False
+
+
+def test_replicas_with_different_messages_are_all_heard() -> None:
+    def merged(*messages: str, success: bool = True) -> str:
+        answers = [
+            ControlReqOutput(request_id="a", success=success or rank > 1, message=text, dp_rank=rank, data=NoReply())
+            for rank, text in reversed(list(enumerate(messages)))
+        ]
+        return merge_answers(answers).message
+
+    assert merged("Done.", "Done.") == merged("Done.") == "Done."
+    assert merged("Done.", "Torn.") == "data-parallel rank 0: Done. | data-parallel rank 1: Torn."
+    assert merged("Done.", "Torn.", "Done.") == "data-parallel rank 0, 2: Done. | data-parallel rank 1: Torn."
+    assert merged("no", "never", "Done.", success=False) == "no", "the first refusal"
 
 
 def test_collective_rpc_takes_names_of_a_closed_list(live: Live) -> None:
