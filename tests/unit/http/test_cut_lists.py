@@ -156,7 +156,7 @@ def test_lists_that_begin_alike_are_kept_beside_each_other() -> None:
 
 
 def test_lists_that_fill_the_record_remove_the_oldest_and_stay() -> None:
-    """Of lists that begin alike one goes, not all of them; the oldest beginning goes first."""
+    """One of the lists that begin alike goes, not all of them; the oldest beginning goes first."""
     alike = [A.replace(b"]]", b"],[%d]]" % size) for size in range(3)]
     known = KnownLists(max_bytes=3 * held(alike[0]))
     for count, each in enumerate((B, *alike)):
