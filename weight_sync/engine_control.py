@@ -104,6 +104,14 @@ def was_refused(error: BaseException) -> bool:
     return status is not None and 400 <= status < 500
 
 
+def gave_no_answer(error: BaseException) -> bool:
+    """Return whether nothing is known of the engine itself: it cannot be reached, is silent, or breaks off.
+
+    An error with another status is the engine's own answer.
+    """
+    return _status(error) in (None, 502, 503, 504)
+
+
 def was_not_found(error: BaseException) -> bool:
     """Return whether the engine has answered that it does not have what the call names, such as a group."""
     return _status(error) == 404

@@ -159,6 +159,7 @@ def test_engines_of_one_and_of_two_ranks_together_and_one_that_is_killed(folder:
         alone.process.kill()
         report = sender.refresh(new_tensors(folder, 1.5), "v2", bucket_bytes=1 << 16)
         assert report.left_out == ["alone"] and serves(pair, report)
+        assert sender.connected == ["pair"], "nothing is left of the group with an engine that gives no answer"
         with pytest.raises(WeightRequestError, match="use refresh"):
             sender.update("v3")
         sender.close()

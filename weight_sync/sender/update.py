@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weight_sync.bucket import pack
-from weight_sync.engine_control import to_blame, was_refused
+from weight_sync.engine_control import gave_no_answer, to_blame, was_refused
 from weight_sync.errors import TransactionStateError
 from weight_sync.joint_update import ABORT_S, JointUpdate, OnEngineFailure
 from weight_sync.sender.link import Bucket, EngineLink, Sending, split_pieces, start_pieces
@@ -178,7 +178,10 @@ class WeightUpdate(JointUpdate):
         super()._leave(cause)
         if self._rooms is not None:
             self._rooms.clear()
-        for name in self._failures.keys() & self._in_shared:
+        ended = self._failures.keys() & self._in_shared
+        if self._policy == "leave_out":  # so that `connect` takes it in again, or the one in its place
+            ended |= {name for name, error in self._failures.items() if gave_no_answer(error)}
+        for name in ended:
             if (group := self._links[name].group) is not None:
                 group.leave_failed()
         for name in self.lost:
