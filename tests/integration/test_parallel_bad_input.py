@@ -103,12 +103,12 @@ def test_sizes_that_cannot_be(
 def test_unknown_names_are_answered_with_the_known_ones(
     folders: dict[str, str], capsys: pytest.CaptureFixture[str], words: list[str], choices: tuple[str, ...]
 ) -> None:
-    """The answer is argparse's, and where to read more."""
+    """The answer is the reason, and where to read more."""
     with pytest.raises(SystemExit) as caught:
         serve.main(["--model-path", folders["moe"], *words])
     assert caught.value.code == 2
     *_, said, _ = capsys.readouterr().err.splitlines()
-    assert f"argument {words[0]}: invalid choice: '{words[1]}'" in said and all(name in said for name in choices)
+    assert f"error: {words[0]}: {words[1]} is not one of " in said and all(name in said for name in choices)
 
 
 # --- refused by the ranks ---------------------------------------------------------------------------------------------
