@@ -179,10 +179,13 @@ class WeightUpdate:
     def note_call(self, weight_version: str | None) -> TransactionStateError | None:
         """Note a call with tensors, before anything can go wrong on one rank alone.  Return why it is not of this.
 
-        The label decides whose the next calls are, so all ranks note it, whatever becomes of the call.
+        The label decides whose the next calls are, so all ranks note it, whatever becomes of the call.  A verified
+        update takes no tensors any more, so a late call changes nothing of it.
         """
-        self.has_begun_to_receive = True
         other = self._other_version(weight_version)
+        if self.is_verified:
+            return other
+        self.has_begun_to_receive = True
         if weight_version is not None and other is None:
             self.transaction.weight_version = weight_version
         return other

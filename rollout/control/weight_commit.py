@@ -25,6 +25,9 @@ from weight_sync.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
 
+_MAX_DIGITS = 18
+"""Digits of a count in a label that are read as a number; Python refuses to read thousands of them."""
+
 
 class WeightCommit:
     """The commits of an engine during its whole life, as the label of a single call depends on earlier labels.
@@ -255,8 +258,11 @@ class PartialLabel:
 
 
 def successor(version: str) -> str:
-    """Return a label for content whose sender gave none: `v` -> `v+1` -> `v+2`, never the label of other content."""
+    """Return a label for content whose sender gave none: `v` -> `v+1` -> `v+2`, never the label of other content.
+
+    Labels are text of any kind, and this never fails on one: it is asked when the content is already in memory.
+    """
     stem, plus, count = version.rpartition("+")
-    if plus and count.isdigit():
+    if plus and count.isascii() and count.isdigit() and len(count) <= _MAX_DIGITS:
         return f"{stem}+{int(count) + 1}"
     return f"{version}+1"
