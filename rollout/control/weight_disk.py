@@ -137,9 +137,10 @@ class DiskRefresh:
                 state = UpdateStateReply(**self._updater.status())
                 return "Succeeded to receive weights.", DiskReply(weight_update=state)
             message, commit = self._commit.run()
-            self._scheduler.runner.state.model_path = verb.model_path
-            if local_version is not None:
-                self._note_origin(local_version.version, local_version.source)
+            if verb.selector != "draft":  # which leaves the model as it was
+                self._scheduler.runner.state.model_path = verb.model_path
+                if local_version is not None:
+                    self._note_origin(local_version.version, local_version.source)
             queues = self._scheduler.queues
             num_paused = len(queues.all()) if self._scheduler.serving.is_paused else 0
             facts = msgspec.structs.asdict(commit)

@@ -292,6 +292,21 @@ def test_a_loaded_folder_is_where_memory_goes_on_from(harness: Harness, publishe
     assert holds(harness, published.versions[2])
 
 
+def test_a_folder_for_the_draft_alone_says_nothing_of_the_model(
+    folders: tuple[Path, Path], published: Published
+) -> None:
+    """Else the next pull would take the model for that version, and leave it as it is."""
+    drafts = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folders[0])}
+    harness = Harness(folders[0], weight_version="v1", skip_tokenizer_init=True, context_length=128, **drafts)
+    published.publish("overwrite")
+    assert published.pull(harness, 1).success
+    loaded = from_disk(harness, published.local, selector="draft")
+    assert loaded.success and loaded.data["draft"]["came"] == "alone", loaded.message
+    assert state(harness)["weights_path"] is None and holds(harness, published.versions[0])
+    answer = published.pull(harness, 1, update_memory=True)
+    assert answer.data["memory"] == "delta" and holds(harness, published.versions[1])
+
+
 def test_a_folder_is_loaded_at_the_version_that_is_asked_for(
     harness: Harness, folders: tuple[Path, Path], published: Published
 ) -> None:
