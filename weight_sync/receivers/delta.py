@@ -106,7 +106,8 @@ class DeltaSource(BucketSource):
 
         def make() -> KnownCall:
             require_bases(tensors.metas, self._weights, self._quantised)
-            return KnownCall((), (), [DeltaPlan.of(tensors, self._weights, self._homes)])
+            # With its tensors, as a plan takes memory for each: plans of earlier places must not stay by thousands.
+            return KnownCall(tensors.metas, (), [DeltaPlan.of(tensors, self._weights, self._homes)])
 
         key = DELTA, tensors.key, self._places_key
         plan: DeltaPlan = self._known_calls.get(key, make).messages[0]

@@ -26,7 +26,7 @@ from weight_sync.errors import (
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.known_calls import KnownCalls
 from weight_sync.receivers.base import BucketSource
-from weight_sync.receivers.delta import DeltaSource
+from weight_sync.receivers.delta import DELTA, DeltaSource
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.updater import WeightUpdater
 
@@ -151,6 +151,21 @@ def test_a_delta_is_its_own_undo(weights: FakeWeights, updater: WeightUpdater) -
     assert weights.snapshot() != before
     refresh(updater, delta_source(write_frame(frame.invert()), weights))
     assert weights.snapshot() == before
+
+
+def test_plans_of_earlier_places_do_not_pile_up(
+    weights: FakeWeights, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rebalance gives the places another key, and so the plan of the same list of tensors."""
+    known = updater.model.known_calls
+    payloads = [DeltaEncoder(version(1).items()).encode(nudged(version(1)).items()).payloads()[0]]
+    payloads.append(DeltaEncoder(nudged(version(1)).items()).encode(version(1).items()).payloads()[0])
+    for moved in range(20):
+        monkeypatch.setattr(FakeWeights, "places_key", lambda _, key=moved: key)
+        inner = Delivered(torch.frombuffer(bytearray(payloads[moved % 2]), dtype=torch.uint8))
+        refresh(updater, DeltaSource(inner, weights, known_calls=known))
+    kept = sum(key[0] == DELTA and len(key) == 3 for key in known._calls)
+    assert kept <= 3, "plans take memory for each tensor, and are counted so"
 
 
 def test_a_delta_call_announces_one_run_of_bytes(weights: FakeWeights) -> None:
