@@ -299,8 +299,7 @@ class WeightTransaction:
         well everywhere.  If not, the old content is restored bit for bit, the transaction is ABORTED and `CommitError`
         is raised, whose `restored` states whether that worked.  What staging took is held until `close`.
 
-        What `vote` raises is raised as it is, and leaves the transaction IN_DOUBT with the new content in the model:
-        serving must end.
+        What `vote` raises is raised as it is, and leaves the transaction IN_DOUBT, newly written: serving must end.
         """
         self.check_committable()
         failure: Exception | None = None
@@ -314,7 +313,8 @@ class WeightTransaction:
         if vote(failure is None) and failure is None:
             self.state = TransactionState.COMMITTED
             return
-        reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank could not write"
+        elsewhere = "another rank, or another target of the update, did not commit"  # a vote has no reason
+        reason = elsewhere if failure is None else f"{type(failure).__name__}: {failure}"
         self.state = TransactionState.ABORTED
         self._roll_back(reason)
         if self.torn is not None:

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from rollout.control.adapter_target import AdapterTarget
 from rollout.control.draft_target import DraftTarget
 from rollout.control.placement_adoption import PlacementAdoption
+from rollout.core.console import say
 from rollout.core.errors import AdapterError, FatalError
 from rollout.core.messages.update_state import AdapterVersion, CommitReply, DraftVersion
 from rollout.scheduler.agenda import Work
@@ -96,6 +97,9 @@ class WeightCommit:
         try:
             return self._updater.commit()
         except CommitError as error:
+            if error.__cause__ is not None:  # another rank may be the one that answers
+                position = self._scheduler.parallel.position
+                say(f"rank {position.tp_rank} of replica {position.replica} could not commit: {error}", "WARNING")
             if any(target.torn is not None for target in adapters):
                 raise FatalError(f"the slot of an adapter has the content of no version: {error}") from error
             raise

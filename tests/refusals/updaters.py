@@ -266,7 +266,7 @@ def memory_rows() -> Iterator[Row]:
         no = votes(False)
         yield Row(f"updater-memory-another rank refuses-{staging}", start, no, TransactionStateError, "another rank")
         lost = votes(True, False)
-        restored = "another rank could not write; the old weights were restored"
+        restored = "another rank, or another target of the update, did not commit; the old weights were restored"
         yield Row(f"updater-memory-another rank cannot write-{staging}", start, lost, CommitError, restored)
         late = votes(TimeoutError("no vote in time"))
         yield Row(f"updater-memory-another rank is late-{staging}", start, late, TimeoutError, "no vote in time")

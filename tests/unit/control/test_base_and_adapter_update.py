@@ -240,7 +240,7 @@ def test_neither_moves_where_one_rank_fails(
         else:
             failing.setattr(engine.updater, "_commit_vote" if lost == "the vote" else "_vote", lambda mine: False)
         ended = end(engine)
-    told = {"the write": "no memory; the old weights were restored", "the vote": "another rank could not write"}
+    told = {"the write": "no memory; the old weights were restored", "the vote": "the update, did not commit"}
     assert not ended.success and told.get(lost, "another rank could not verify") in ended.message, ended.message
     require(engine, answers, 0, 0, 0)
     fill(engine, bases[1], contents[1])

@@ -46,7 +46,10 @@ def all_hold(engine: ParallelHarness, draft: Named, epoch: int, version: str, *,
 
 
 def test_all_ranks_take_the_draft_and_the_model_or_neither(
-    engine: ParallelHarness, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+    engine: ParallelHarness,
+    checkpoints: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     old, new = tensors_of(checkpoints[1], PREFIX), tensors_of(checkpoints[3], PREFIX)
     model = tensors_of(checkpoints[2])
@@ -61,6 +64,8 @@ def test_all_ranks_take_the_draft_and_the_model_or_neither(
             fail_write(one_cannot, engine.schedulers[1].runner.state)
             refused = send(target, named, "1")
         assert not refused.success and all_hold(engine, old, 0, "default"), refused.message
+        logged = [line for line in capfd.readouterr().err.splitlines() if "could not commit" in line]
+        assert len(logged) == 1 and "this rank has no memory for it" in logged[0], "the one that answers has no reason"
     assert send(DRAFT, new, "1").success and all_hold(engine, new, 0, "1")
     assert send(None, [*model, *old], "2").success and all_hold(engine, old, 1, "2")
     assert send(None, model, "3").success and all_hold(engine, old, 2, "2", is_stale=True)
