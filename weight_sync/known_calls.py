@@ -54,6 +54,11 @@ class _Sized(Protocol):
 Call = TypeVar("Call", bound=_Sized)
 
 
+def _size(call: _Sized) -> int:
+    """Return how many tensors a kept call counts for: one without any takes memory, too."""
+    return max(call.num_tensors, 1)
+
+
 class KnownCalls(Generic[Call]):
     """Calls that were read, by a key of their arguments, such as a digest of them.
 
@@ -73,8 +78,8 @@ class KnownCalls(Generic[Call]):
             return known
         with without_collections():
             made = self._calls[key] = make()
-        self._num_tensors += made.num_tensors
+        self._num_tensors += _size(made)
         while self._num_tensors > self._max_tensors and len(self._calls) > 1:
             _, oldest = self._calls.popitem(last=False)
-            self._num_tensors -= oldest.num_tensors
+            self._num_tensors -= _size(oldest)
         return made

@@ -200,3 +200,10 @@ def test_calls_are_kept_up_to_a_number_of_tensors() -> None:
     assert known.get("a", lambda: call(0)) is first
     assert known.get("b", lambda: call(1)).num_tensors == 1
     assert known.get("large", lambda: call(99)).num_tensors == 99
+
+
+def test_calls_without_tensors_do_not_pile_up() -> None:
+    known: KnownCalls[KnownCall] = KnownCalls(10)
+    for number in range(100):
+        known.get(number, lambda: KnownCall((), ()))
+    assert len(known._calls) <= 10
