@@ -16,9 +16,8 @@ from rollout.core.messages.weights import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqInput,
 )
-from weight_sync.errors import WeightRequestError
 from weight_sync.manifest import Manifest, parse_manifest
-from weight_sync.receivers.base import BucketSource, RefusedSource
+from weight_sync.receivers.base import BucketSource, RefusedSource, UnreadSource
 from weight_sync.receivers.delta import DELTA, DeltaSource
 from weight_sync.receivers.distributed import PIECES, DistributedSource, RankShare
 from weight_sync.receivers.ipc import IpcSource
@@ -70,7 +69,7 @@ def _ipc(verb: UpdateWeightsFromIPCReqInput, updater: WeightUpdater) -> BucketSo
 def _tensor(verb: UpdateWeightsFromTensorReqInput, updater: WeightUpdater) -> BucketSource:
     if verb.shm_name is not None:
         if verb.shm_unlink and updater.ranks > 1:
-            raise WeightRequestError("shm_unlink is for an engine of one rank: unlink it when the answer has come")
+            return UnreadSource("shm_unlink is for an engine of one rank: unlink it when the answer has come")
         segment = SharedSegment(verb.shm_name, verb.shm_bytes or 0)
         return SafetensorsSource(segment, updater.receiver, unlink=verb.shm_unlink)
     payload = verb.payload if verb.payloads is None else verb.payloads[updater.rank]
@@ -88,7 +87,10 @@ SOURCES: dict[type[UpdateWeightsReqInput[Any]], SourceFactory] = {
     UpdateWeightsFromTensorReqInput: _tensor,
     UpdateWeightsFromIPCReqInput: _ipc,
 }
-"""A factory runs on the I/O thread and only constructs the source, which does the reading and checking."""
+"""A factory runs on the I/O thread and only constructs the source, which does the reading and checking.
+
+It raises nothing: an error is the source's to raise, so that it fails the update that the call is of.
+"""
 
 
 def manifest_of(verb: BeginWeightUpdateReqInput) -> Manifest | None:

@@ -172,18 +172,25 @@ def stored_call(tensors: Sequence[StoredTensor], known_calls: KnownCalls[KnownCa
     return known_calls.get(("stored", hashlib.sha256(json.dumps(described).encode()).digest()), make)
 
 
-class RefusedSource(BucketSource):
+class UnreadSource(BucketSource):
+    """A call whose arguments are refused, and of which nothing is on its way."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        raise WeightRequestError(self._reason)
+
+
+class RefusedSource(UnreadSource):
     """A call whose arguments are refused: nothing of it is received.
 
     As its broadcast may be on its way, the group is left, or all (None).
     """
 
     def __init__(self, reason: str, group_name: str | None, receiver: Receiver) -> None:
-        self._reason, self._group_name = reason, group_name
-        self._groups = receiver.groups
-
-    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        raise WeightRequestError(self._reason)
+        super().__init__(reason)
+        self._group_name, self._groups = group_name, receiver.groups
 
     def refuse(self, reason: str) -> None:
         if self._group_name is None:

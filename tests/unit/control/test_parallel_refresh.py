@@ -278,6 +278,20 @@ def test_a_sender_that_goes_by_a_map_is_refused_when_it_changed(old: Path, new: 
         assert ended.success and ended.data["placement_epoch"] == 0
 
 
+def test_a_bucket_whose_arguments_are_refused_fails_its_update(old: Path, new: Tensors) -> None:
+    """Each rank refuses it before it reads anything, so that no rank tells another to fail the update."""
+    update = {"update_id": uuid.uuid4().hex}
+    content = bytearray(save({name: new[name].contiguous() for name in sorted(new)[:3]}))
+    segment = {"shm_name": "lockstep_none", "shm_bytes": 64, "shm_unlink": True}
+    with ParallelHarness(old, **LAYOUTS["tp2, experts split"]) as engine:
+        assert engine.control(BeginWeightUpdateReqInput, coverage="partial", **update).success
+        assert engine.control(UpdateWeightsFromTensorReqInput, format="safetensors", payload=content, **update).success
+        refused = engine.control(UpdateWeightsFromTensorReqInput, format="safetensors", **segment, **update)
+        assert refused.status_code == 400 and "shm_unlink is for an engine of one rank" in refused.message
+        ended = engine.control(EndWeightUpdateReqInput, **update)
+    assert ended.status_code == 409 and "shm_unlink" in ended.message, ended.message
+
+
 def test_nothing_to_adopt_on_one_rank(old: Path) -> None:
     refused = Harness(old).control(BeginWeightUpdateReqInput, adopt_placement=True)
     assert not refused.success and "--ep-size" in refused.message
