@@ -18,7 +18,7 @@ from rollout.core.messages.weights import GetWeightsByNameReqInput
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import UnknownTensorError
 from weight_sync.rank_boxes import RankBoxes
-from weight_sync.rank_parts import first_rows
+from weight_sync.rank_parts import Exchange, first_rows
 from weight_sync.tensor_meta import parse_metas, parts_of
 from weight_sync.updater import WeightUpdater
 
@@ -45,7 +45,8 @@ def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater:
         except UnknownTensorError as error:
             raise NotFound(str(error)) from None
         staged = updater.staged(name) if shows_staged else None
-        if staged is None and serving.content_lost:
+        is_staged = shows_staged and _came_whole(staged is not None, bool(weights.places(name)), updater.exchange)
+        if not is_staged and serving.content_lost:
             raise Conflict("the weights' memory is released; there is nothing to read")
         meta = weights.metas()[name]
         count = min(max(0, verb.truncate_size), meta.shape[0])
@@ -55,15 +56,24 @@ def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater:
                 f"{count} rows of {name} have {num_shown} numbers, at most {_MAX_NUMBERS_SHOWN} are shown: "
                 "give a smaller truncate_size"
             )
-        parts = parts_of(weights, name) if staged is None else staged
+        parts = staged if is_staged and staged is not None else parts_of(weights, name)
         rows = first_rows(meta, parts, count, updater.exchange)
-        return rows.double().tolist(), staged is not None
+        return rows.double().tolist(), is_staged
 
     def step(result: Any) -> tuple[str, WeightsReply]:
         parameter, is_staged = result
         return "", WeightsReply(parameter=parameter, staged=is_staged)
 
     return Job(verb, io, step)
+
+
+def _came_whole(came: bool, keeps: bool, exchange: Exchange) -> bool:
+    """Return whether a tensor came on all ranks that keep any of it: an update per rank may be on its way to some.
+
+    `came`, `keeps`: on this rank.  One exchange.
+    """
+    found = exchange(b"came" if came else b"lacks" if keeps else b"keeps nothing")
+    return b"came" in found and b"lacks" not in found
 
 
 def shown_parts(verb: WeightPartsReqInput, scheduler: Scheduler, updater: WeightUpdater) -> Job:
