@@ -182,15 +182,18 @@ class UnreadSource(BucketSource):
         raise WeightRequestError(self._reason)
 
 
-class RefusedSource(UnreadSource):
+class RefusedSource(BucketSource):
     """A call whose arguments are refused: nothing of it is received.
 
     As its broadcast may be on its way, the group is left, or all (None).
     """
 
     def __init__(self, reason: str, group_name: str | None, receiver: Receiver) -> None:
-        super().__init__(reason)
-        self._group_name, self._groups = group_name, receiver.groups
+        self._reason, self._group_name = reason, group_name
+        self._groups = receiver.groups
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        raise WeightRequestError(self._reason)
 
     def refuse(self, reason: str) -> None:
         if self._group_name is None:
