@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from weight_sync.engine_control import EngineCalls, EngineError, refusal, was_refused
+from weight_sync.engine_control import EngineCalls, EngineError, gave_no_answer, refusal, was_refused
 from weight_sync.errors import TransactionStateError, TransportError
 from weight_sync.timing import Parts
 
@@ -56,6 +56,7 @@ class JointUpdate:
         self._active = list(engines)
         self._open: set[str] = set()  # engines that hold a transaction of ours
         self._failures: dict[str, BaseException] = {}
+        self._silent: set[str] = set()  # engines that gave no answer to an abort, or by the time of an interrupt
         self._start = time.perf_counter()
         self.parts = Parts()  # seconds: `begin`, `end`
         self.engines = {name: EngineReport() for name in engines}  # final after the block
@@ -147,6 +148,8 @@ class JointUpdate:
         self._is_entered = False
         calls = self._call("abort_weight_update", self._open)
         for name, error in self._failed("abort_weight_update", calls, ABORT_S).items():
+            if gave_no_answer(error):
+                self._silent.add(name)
             if cause is not None and not was_refused(error):
                 cause.add_note(f"engine {name}: aborting the weight update failed as well: {_described(error)}")
         self._open.clear()
@@ -190,7 +193,11 @@ class JointUpdate:
     def _wait(self, verb: str, calls: Mapping[str, Future[Any]], timeout_s: float) -> dict[str, BaseException]:
         if not calls:
             return {}
-        wait(calls.values(), timeout=timeout_s)
+        try:
+            wait(calls.values(), timeout=timeout_s)
+        except BaseException:
+            self._silent |= {name for name, call in calls.items() if not call.done()}
+            raise
         failed: dict[str, BaseException] = {}
         for name, call in calls.items():
             error = refusal(call) if call.done() else TransportError(f"no answer to {verb} within {timeout_s:g} s")

@@ -70,6 +70,8 @@ class EngineLink:
         """The way by which buckets reach it since it joined, for the report."""
         self.rejoins = False
         """Its group ended through the failure of another engine: it joins the next one by itself."""
+        self.leaving: Future[None] | None = None
+        """Done once this process has left the last group with it that broke: its name is in use until then."""
         self._control = control
 
     def require_group(self) -> SenderGroup:
@@ -145,6 +147,8 @@ class SenderGroup:
         self.links = links
         self.takes_whole_updates = takes_whole_updates
         self.has_ended = False
+        self._leaving: Future[None] = Future()
+        self._leaving.set_result(None)
 
     @property
     def timeout_s(self) -> float:
@@ -177,32 +181,51 @@ class SenderGroup:
 
     def leave(self) -> dict[str, BaseException]:
         """Leave the group and have the engines leave it, unless they have; return what they refused."""
-        calls = self._end()
-        wait(calls.values(), timeout=self.timeout_s)
-        self.handle.destroy()
-        late = TransportError(f"the engine did not leave the group within {self.timeout_s:g} s")
-        refused = {name: refusal(call) if call.done() else late for name, call in calls.items()}
-        return {name: error for name, error in refused.items() if error is not None and not was_not_found(error)}
+        return leave_all([self])
 
-    def leave_failed(self) -> None:
-        """Leave a group that broke, on both sides: a broadcast pending here ends when an engine closes its end.
+    def leave_failed(self) -> Future[None]:
+        """Begin to leave a group that broke, on both sides; return what is done some seconds later.
 
-        Engines of a shared group join the next one again, unless the caller decides otherwise.
+        A broadcast pending here ends when an engine closes its end.  Engines of a shared group join the next one
+        again, unless the caller decides otherwise.
         """
-        if self.has_ended:
-            return
-        self.handle.broken = True
-        # An engine may have left, hang, or have died.  If it hangs, leaving waits for the broadcast's deadline.
-        wait(self._end().values(), timeout=GRACE_S)
-        wait([in_thread(self.handle.destroy)], timeout=GRACE_S)
+        if not self.has_ended:
+            self.handle.broken = True
+            # An engine may have left, hang, or have died.  If it hangs, leaving waits for the broadcast's deadline.
+            self._leaving = in_thread(_leave, [self], self.end().values(), GRACE_S)
+            for link in self.links:
+                link.leaving = self._leaving
+        return self._leaving
 
-    def _end(self) -> dict[str, Future[Any]]:
+    def end(self) -> dict[str, Future[Any]]:
         """Take the group from the engines, and ask them to leave it."""
         self.has_ended = True
         for link in self.links:
             link.group, link.rejoins = None, self.is_shared
         name = self.handle.name
         return {link.name: link.call("destroy_weights_update_group", group_name=name) for link in self.links}
+
+
+def leave_all(groups: Collection[SenderGroup]) -> dict[str, BaseException]:
+    """Leave groups as `SenderGroup.leave`, at the same time: many engines that hang cost one deadline."""
+    timeout_s = max((group.timeout_s for group in groups), default=0.0)
+    calls = {name: call for group in groups for name, call in group.end().items()}
+    _leave(groups, calls.values(), timeout_s)
+    late = TransportError(f"the engine did not leave the group within {timeout_s:g} s")
+    refused = {name: refusal(call) if call.done() else late for name, call in calls.items()}
+    return {name: error for name, error in refused.items() if error is not None and not was_not_found(error)}
+
+
+def leave_failed(links: Iterable[EngineLink]) -> None:
+    """Leave the groups of engines as `SenderGroup.leave_failed`, at the same time; wait for it."""
+    wait([link.group.leave_failed() for link in links if link.group is not None])
+
+
+def _leave(groups: Collection[SenderGroup], calls: Collection[Future[Any]], within_s: float) -> None:
+    try:
+        wait(calls, timeout=within_s)
+    finally:  # an interrupt must not keep it: no later call knows the groups, and their names are in use until then
+        wait([in_thread(group.handle.destroy) for group in groups], timeout=GRACE_S)
 
 
 class Sending:
@@ -235,6 +258,11 @@ class Sending:
         except TransportError as error:
             self._break(error)
 
+    @property
+    def leaving(self) -> list[Future[None]]:
+        """Return, if the group broke, what is done once this process has left it."""
+        return [self._group.leave_failed()] if self._group.has_ended else []
+
     def give_up(self) -> None:
         """Leave the group: pieces that the engines wait for will not come."""
         self._group.leave_failed()
@@ -257,7 +285,7 @@ class Sending:
         return {name: call.result() or {} for name, call in self._calls.items() if name not in (self.failures or ())}
 
     def poll(self) -> bool:
-        """Return whether the sending is over.  Waits only to leave a group that broke, and not for long."""
+        """Return whether the sending is over.  Waits for nothing; a group that broke is being left then."""
         if self.failures is not None:
             return True
         is_under_way = not (self._group.has_ended or self._is_sent or self._broke is not None)

@@ -45,6 +45,7 @@ class MeetingPlace:
 
     def join(self, links: Mapping[str, EngineLink], names: Collection[str]) -> dict[str, BaseException]:
         """Join with the engines of these names, asked all at once; return the errors of the ones that did not come."""
+        wait([left for name in names if (left := links[name].leaving) is not None])  # some seconds, after an interrupt
         asked = {name: in_thread(links[name].num_ranks, self.num_ranks) for name in links if name in names}
         wait(asked.values())  # each has a deadline
         failed = refusals_of(asked)

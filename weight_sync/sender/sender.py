@@ -21,7 +21,7 @@ from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.joint_update import OnEngineFailure
 from weight_sync.process_group import resolve_backend
 from weight_sync.sender.carriers import TRANSPORTS, Transport
-from weight_sync.sender.link import EngineLink
+from weight_sync.sender.link import EngineLink, leave_all, leave_failed
 from weight_sync.sender.lora import lora_of, with_adapters_or_error
 from weight_sync.sender.meeting import MeetingPlace
 from weight_sync.sender.plan import TensorSource
@@ -106,8 +106,7 @@ class WeightSender:
         """
         if name not in self._links:
             raise WeightRequestError(f"there is no engine {name!r}")
-        if (group := self._links.pop(name).group) is not None:
-            group.leave_failed()
+        leave_failed([self._links.pop(name)])
 
     def connect(
         self,
@@ -150,8 +149,7 @@ class WeightSender:
         place = MeetingPlace(master_address, master_port, group_name, resolved, size, shared, how)
         with self._sending:
             if shared:
-                for group in filter(None, groups):
-                    group.leave_failed()
+                leave_failed(links.values())
             failed = place.join(links, [name for name, link in links.items() if link.group is None])
         self._device = torch.device("cpu" if resolved == "gloo" else device)
         self._place = place
@@ -258,15 +256,16 @@ class WeightSender:
         the call that it waits for.  So may a `finally` do after Ctrl-C.
         Raises `EngineError` with what engines refused; the groups are left anyway.
         """
-        failed: dict[str, BaseException] = {}
         self._closing.set()
         with self._sending:
             self._closing.clear()
-            for link in self._links.values():
-                failed |= {} if link.group is None else link.group.leave()
-                link.rejoins = False
-            self._rooms.clear()
-            self._plans.clear()
+            try:
+                failed = leave_all(dict.fromkeys(filter(None, (link.group for link in self._links.values()))))
+            finally:
+                for link in self._links.values():
+                    link.rejoins = False
+                self._rooms.clear()
+                self._plans.clear()
         if failed:
             raise EngineError(failed) from next(iter(failed.values()))
 

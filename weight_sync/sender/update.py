@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from weight_sync.bucket import pack
 from weight_sync.engine_control import gave_no_answer, to_blame, was_refused
 from weight_sync.errors import TransactionStateError
 from weight_sync.joint_update import ABORT_S, JointUpdate, OnEngineFailure
-from weight_sync.sender.link import Bucket, EngineLink, Sending, split_pieces, start_pieces
+from weight_sync.sender.link import Bucket, EngineLink, Sending, leave_failed, split_pieces, start_pieces
 from weight_sync.sender.lists import TensorLists
 from weight_sync.sender.rooms import Rooms
 from weight_sync.tensor_meta import TensorMeta
@@ -178,12 +178,9 @@ class WeightUpdate(JointUpdate):
         super()._leave(cause)
         if self._rooms is not None:
             self._rooms.clear()
-        ended = self._failures.keys() & self._in_shared
-        if self._policy == "leave_out":  # so that `connect` takes it in again, or the one in its place
-            ended |= {name for name, error in self._failures.items() if gave_no_answer(error)}
-        for name in ended:
-            if (group := self._links[name].group) is not None:
-                group.leave_failed()
+        # So `connect` takes in what gave no answer, or the engine in its place, and `close` does not wait for it.
+        silent = self._silent | {name for name, error in self._failures.items() if gave_no_answer(error)}
+        leave_failed(self._links[name] for name in silent | self._failures.keys() & self._in_shared)
         for name in self.lost:
             self._links[name].rejoins = False
 
@@ -219,6 +216,7 @@ class WeightUpdate(JointUpdate):
     def _drain(self, sending: Collection[Sending], check: Callable[[], None]) -> dict[str, BaseException]:
         """Wait for a bucket on its way; which engines failed, and with what."""
         await_all(sending, Sending.poll, check)
+        wait([leaving for one in sending for leaving in one.leaving])
         failed = {name: error for one in sending for name, error in (one.failures or {}).items()}
         for one in sending:
             for name in one.engines - failed.keys():

@@ -1,0 +1,169 @@
+"""Engines that hang, and how a sender leaves them: all at the same time, after an interrupt, too, under each policy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weight_sync import joint_update
+from weight_sync.engine_control import EngineError
+from weight_sync.errors import TransactionStateError
+from weight_sync.sender import WeightSender, link, meeting
+from weight_sync.sender.link import SenderGroup, leave_failed
+from weight_sync.sender.update import WeightUpdate
+
+NAMES = "abcd"
+
+
+class Control:
+    """An engine's control whose calls are noted.  `acts`: by verb, what a call does, such as to hang or to raise."""
+
+    def __init__(self, **acts: Callable[[], Any]) -> None:
+        self.acts, self.calls = acts, list[str]()
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(**fields: Any) -> Any:
+            self.calls.append(verb)
+            return self.acts.get(verb, dict)() or {}
+
+        return call
+
+
+@pytest.fixture
+def hang() -> Iterator[Callable[[], Any]]:
+    """Yield a call that waits for the end of the test."""
+    end = threading.Event()
+    yield lambda: end.wait(60) and None
+    end.set()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "GRACE_S", 0.4)
+    monkeypatch.setattr("weight_sync.sender.update.ABORT_S", 0.4)
+    monkeypatch.setattr("weight_sync.joint_update.ABORT_S", 0.4)
+
+
+def connected(controls: dict[str, Control], timeout_s: float = 0.4, **options: Any) -> tuple[WeightSender, list[str]]:
+    """Return a sender with a group for each engine; and the names of the groups that it has left."""
+    left: list[str] = []
+    sender = WeightSender(controls, timeout_s=timeout_s, **options)
+    for name, one in sender._links.items():
+        handle: Any = SimpleNamespace(name=name, broken=False, destroy=lambda name=name: left.append(name))
+        carrier: Any = SimpleNamespace(reads_memory=False)
+        one.group = SenderGroup(handle, [one], carrier)
+    return sender, left
+
+
+def update_of(sender: WeightSender, **options: Any) -> WeightUpdate:
+    return WeightUpdate(sender._links, sender._policy, torch.device("cpu"), {"update_id": "u"}, **options)
+
+
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Have the next wait of a module end as Ctrl-C ends it."""
+    wait = module.wait
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(module, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "wait", interrupted)
+
+
+def test_many_engines_that_hang_at_close_cost_one_deadline(hang: Callable[[], Any]) -> None:
+    sender, left = connected({name: Control(destroy_weights_update_group=hang) for name in NAMES})
+    start = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        sender.close()
+    assert time.monotonic() - start < 3 * 0.4  # of 0.4 s each
+    assert list(caught.value.failures) == sorted(left) == list(NAMES) and sender.connected == []
+
+
+def test_many_groups_that_broke_are_left_at_the_same_time(hang: Callable[[], Any]) -> None:
+    sender, left = connected({name: Control(destroy_weights_update_group=hang) for name in NAMES})
+    start = time.monotonic()
+    leave_failed(sender._links.values())
+    assert time.monotonic() - start < 3 * 0.4  # of 0.4 s each
+    assert sorted(left) == list(NAMES) and sender.connected == []
+
+
+def test_an_interrupt_of_close_leaves_no_name_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second close could not leave the groups, as the first one has taken them from the engines."""
+    sender, left = connected({"a": Control(), "b": Control()})
+    interrupt_once(monkeypatch, link)
+    with pytest.raises(KeyboardInterrupt):
+        sender.close()
+    assert sorted(left) == ["a", "b"] and sender.connected == []
+
+
+def test_a_rendezvous_waits_until_the_group_before_has_been_left(hang: Callable[[], Any]) -> None:
+    """An interrupt may have ended the wait for it."""
+    sender, left = connected({"a": Control(destroy_weights_update_group=hang)})
+    one = sender._links["a"]
+    assert one.group is not None
+    one.group.leave_failed()
+    assert left == []
+    seen: list[list[str]] = []
+
+    def get_world_size() -> int:
+        seen.append(list(left))
+        return 1
+
+    one._control.acts["get_world_size"] = get_world_size  # type: ignore[attr-defined]
+    place = meeting.MeetingPlace("127.0.0.1", None, "g", "gloo", 2, False, "auto")  # of another size, so none joins
+    place.join(sender._links, ["a"])
+    assert seen == [["a"]]
+
+
+# --- an engine that gives no answer ----------------------------------------------------------------------------------
+
+
+def broken() -> None:
+    raise ConnectionError("gone")
+
+
+def refusing() -> None:
+    raise TransactionStateError("another update is open")
+
+
+@pytest.mark.parametrize("policy", ["abort_all", "leave_out"])
+def test_only_the_group_of_an_engine_that_gives_no_answer_is_left(policy: Any) -> None:
+    controls = {"a": Control(), "b": Control(begin_weight_update=broken), "c": Control(begin_weight_update=refusing)}
+    sender, left = connected(controls, on_engine_failure=policy)
+    if policy == "abort_all":
+        with pytest.raises(EngineError), update_of(sender):
+            pass
+    else:
+        with update_of(sender):
+            pass
+    assert left == ["b"] and sender.connected == ["a", "c"]
+    sender.close()
+
+
+def test_an_engine_that_does_not_answer_an_abort_loses_its_group(hang: Callable[[], Any]) -> None:
+    controls = {"a": Control(begin_weight_update=refusing), "b": Control(abort_weight_update=hang)}
+    sender, left = connected(controls)
+    with pytest.raises(EngineError, match="another update is open"), update_of(sender):
+        pass
+    assert left == ["b"] and sender.connected == ["a"]
+
+
+def test_after_an_interrupt_close_does_not_wait_for_an_engine_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, hang: Callable[[], Any]
+) -> None:
+    """Its own error would take the place of the interrupt, which a caller that repeats refreshes then overlooks."""
+    sender, left = connected({"a": Control(begin_weight_update=hang, destroy_weights_update_group=hang)}, 60.0)
+    interrupt_once(monkeypatch, joint_update)
+    start = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt), update_of(sender):
+            pass
+    finally:
+        sender.close()
+    assert left == ["a"] and time.monotonic() - start < 10
