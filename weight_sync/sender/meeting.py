@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,9 +59,8 @@ class MeetingPlace:
                 port = ports.pop() if self.port is None else self.port + position
                 group_name = self.group_name if len(links) == 1 else f"{self.group_name}-{name}"
                 place = replace(self, port=port, group_name=group_name)
-                joining.append(in_thread(_join, {links[name]: sizes[name]}, place))
-        wait(joining)  # each has a deadline
-        return failed | {name: error for call in joining for name, error in call.result().items()}
+                joining.append(({links[name]: sizes[name]}, place))
+        return failed | _join_all(joining)
 
     def _join_together(self, links: Mapping[str, EngineLink], sizes: Mapping[str, int]) -> dict[str, BaseException]:
         """Join one group; again without engines by which an attempt failed.  Each attempt's group has another name."""
@@ -70,20 +69,35 @@ class MeetingPlace:
             attempt = next(self._attempts)
             port = free_port() if self.port is None else self.port
             name = self.group_name if attempt == 1 else f"{self.group_name}#{attempt}"
-            if not (lost := _join(coming, replace(self, port=port, group_name=name))):
+            if not (lost := _join_all([(coming, replace(self, port=port, group_name=name))])):
                 break
             failed |= lost
         return failed
 
 
-def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, BaseException]:
+def _join_all(groups: Sequence[tuple[Mapping[EngineLink, int], MeetingPlace]]) -> dict[str, BaseException]:
+    """Join groups at the same time, each as `_join`.  An interrupt gives up the ones that are not joined yet."""
+    patiences = [Patience() for _ in groups]
+    joining = [in_thread(_join, *group, patience) for group, patience in zip(groups, patiences)]
+    try:
+        wait(joining)  # each has a deadline
+    except BaseException:
+        for call, patience in zip(joining, patiences):
+            if not call.done():  # else it is the patience of a group that works
+                patience.give_up("the sender was interrupted")
+        wait(joining, timeout=GRACE_S)
+        raise
+    return {name: error for call in joining for name, error in call.result().items()}
+
+
+def _join(coming: Mapping[EngineLink, int], place: MeetingPlace, patience: Patience) -> dict[str, BaseException]:
     """Join one group with engines, given with their numbers of ranks, and choose how pieces reach them.
 
-    Returns the errors of the engines that prevented it: then none has joined.
+    Returns the errors of the engines that prevented it: then none has joined.  `patience`: cancels it.
     """
     assert place.port is not None
     timeout_s, world_size = max(link.timeout_s for link in coming), 1 + sum(coming.values())
-    ends_at, patience = time.monotonic() + timeout_s, Patience()
+    ends_at = time.monotonic() + timeout_s
     fields: dict[str, Any] = {"master_port": place.port, "world_size": world_size}
     joins: Callable[..., GroupHandle | RankGroups] = init_process_group
     where: tuple[Any, ...] = place.port, 0, world_size

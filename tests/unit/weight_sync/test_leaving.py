@@ -17,6 +17,7 @@ from weight_sync.errors import TransactionStateError
 from weight_sync.sender import WeightSender, link, meeting
 from weight_sync.sender.link import SenderGroup, leave_failed
 from weight_sync.sender.update import WeightUpdate
+from weight_sync.waiting import Patience
 
 NAMES = "abcd"
 
@@ -119,6 +120,23 @@ def test_a_rendezvous_waits_until_the_group_before_has_been_left(hang: Callable[
     place = meeting.MeetingPlace("127.0.0.1", None, "g", "gloo", 2, False, "auto")  # of another size, so none joins
     place.join(sender._links, ["a"])
     assert seen == [["a"]]
+
+
+def test_an_interrupt_gives_up_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[bool] = []
+
+    def join(coming: Any, place: Any, patience: Patience) -> dict[str, BaseException]:
+        until = time.monotonic() + 5
+        while not patience.has_ended and time.monotonic() < until:
+            time.sleep(0.01)
+        given_up.append(patience.has_ended)
+        return {}
+
+    monkeypatch.setattr(meeting, "_join", join)
+    interrupt_once(monkeypatch, meeting)
+    with pytest.raises(KeyboardInterrupt):
+        meeting._join_all([({}, None)] * 2)  # type: ignore[list-item]
+    assert given_up == [True, True]
 
 
 # --- an engine that gives no answer ----------------------------------------------------------------------------------
