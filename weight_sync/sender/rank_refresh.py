@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
-from weight_sync.engine_control import EngineError, refusal
+from weight_sync.engine_control import EngineError, gave_no_answer, refusal, was_refused
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.rank_boxes import RankBoxes
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.layout import Layout
-from weight_sync.sender.link import Bucket, EngineLink
+from weight_sync.sender.link import Bucket, EngineLink, leave_failed
 from weight_sync.sender.rank_groups import EngineRanks
 from weight_sync.sender.rank_plan import RankPlan
 from weight_sync.sender.refresh import Refresh
@@ -55,9 +55,11 @@ class RankRefresh:
         self._refresh, self._plan, self._ranks = refresh, refresh.plan, refresh.ranks
         self._room, self._parts = room, refresh.parts
         self._plans: dict[str, RankPlan] = {}
+        self._lost: dict[str, BaseException] = {}
+        """Errors of engines that did not state their parts: they are not asked again, nor sent anything."""
 
-    def run(self, new_update: Callable[[int], WeightUpdate]) -> None:
-        """Send everything in one update, which `new_update(bytes to send)` makes.
+    def run(self, new_update: Callable[[int, Mapping[str, BaseException]], WeightUpdate]) -> None:
+        """Send everything in one update, which `new_update(bytes to send, errors of engines left out)` makes.
 
         Raises as `WeightSender.refresh`, and `TransactionStateError` where experts move a second time.
         """
@@ -66,12 +68,12 @@ class RankRefresh:
         except _MovedError:
             self._run(new_update)
 
-    def _run(self, new_update: Callable[[int], WeightUpdate]) -> None:
+    def _run(self, new_update: Callable[[int, Mapping[str, BaseException]], WeightUpdate]) -> None:
         with self._parts.timed("plan"):
             self._prepare()
         update = None
         if self._refresh.is_sender:
-            update = new_update(max((plan.num_bytes for plan in self._plans.values()), default=0))
+            update = new_update(max((plan.num_bytes for plan in self._plans.values()), default=0), self._lost)
             self._refresh.engines = update.engines
         try:
             with contextlib.ExitStack() as stack:
@@ -98,10 +100,10 @@ class RankRefresh:
             try:
                 stack.enter_context(update)
             except EngineError:
-                if moved := self._moved(self._links):
+                if moved := self._moved(update.failures):
                     return moved
                 raise
-            return self._moved([name for name, report in update.engines.items() if report.error is not None])
+            return self._moved(update.failures)
 
         moved = self._agreed(begin)
         if moved:
@@ -135,15 +137,20 @@ class RankRefresh:
     def _stated(self) -> dict[str, dict[str, Any]]:
         """Return the parts that each engine states.  Raises `EngineError` where one does not, or all are left out."""
         lists = self._plan.contents.lists
-        new = [name for name, link in self._links.items() if _ranks_of(link).asked_for is not lists]
-        failed = self._ask(new)
-        if failed and not (self._leaves_out and len(failed) < len(self._links)):
-            raise EngineError(failed) from next(iter(failed.values()))
-        return {name: vars(_ranks_of(link).boxes) for name, link in self._links.items() if name not in failed}
+        left = {name: link for name, link in self._links.items() if name not in self._lost}
+        self._lost |= self._ask([name for name, link in left.items() if _ranks_of(link).asked_for is not lists])
+        if self._lost and not (self._leaves_out and len(self._lost) < len(self._links)):
+            leave_failed(self._links[name] for name, error in self._lost.items() if gave_no_answer(error))
+            raise EngineError(self._lost) from next(iter(self._lost.values()))
+        return {name: vars(_ranks_of(link).boxes) for name, link in left.items() if name not in self._lost}
 
-    def _moved(self, names: Collection[str]) -> list[str]:
-        """Ask these engines again; return the ones whose experts have moved."""
-        before = {name: _ranks_of(self._links[name]).placement_epoch for name in names if name in self._links}
+    def _moved(self, failures: Mapping[str, BaseException]) -> list[str]:
+        """Ask engines again that have refused the begin; return the ones whose experts have moved."""
+        before = {
+            name: _ranks_of(self._links[name]).placement_epoch
+            for name, error in failures.items()
+            if name in self._links and name not in self._lost and was_refused(error)
+        }
         failed = self._ask(before)
         return [
             name

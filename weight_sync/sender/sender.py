@@ -350,7 +350,9 @@ class WeightSender:
             with contextlib.nullcontext() if ranks is None else ranks.reporting():
                 gatherer = refresh.prepare()
                 if self._per_rank:
-                    new = lambda num_bytes: self._new_update(refresh.begin_fields(), num_bytes, progress)  # noqa: E731
+                    new = lambda num_bytes, lost: self._new_update(  # noqa: E731
+                        refresh.begin_fields(), num_bytes, progress, lost
+                    )
                     with self._leading(refresh):
                         leaves_out = self._policy == "leave_out"
                         RankRefresh(self._links, refresh, self._room, leaves_out=leaves_out).run(new)

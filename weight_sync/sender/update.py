@@ -39,8 +39,8 @@ class WeightUpdate(JointUpdate):
 
     `fields`: of begin, `update_id` among them.  `num_bytes`: how many will be sent, for `progress(done, total)`; None:
     not known.  `closing`: set by another thread that closes the sender; the update is aborted then.  `lost`: the errors
-    of engines that were lost before, to be reported again.  `rooms`: for buckets of the caller, in memory that
-    engines map; None: each takes its own.
+    of engines that were lost before, which take no part and are reported again.  `rooms`: for buckets of the caller, in
+    memory that engines map; None: each takes its own.
 
     An engine of a shared group that fails before all was sent ends the update on all, whatever the policy: the others
     cannot go on in that group.
@@ -77,6 +77,11 @@ class WeightUpdate(JointUpdate):
         self._sending: deque[list[Sending]] = deque()  # by group; the oldest bucket first
         self.bytes_sent = 0
         self.buckets_sent = 0
+
+    @property
+    def failures(self) -> Mapping[str, BaseException]:
+        """The errors of the engines that have failed so far."""
+        return self._failures
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send one bucket of tensors in the engine's dtype, on any device.  A copy is sent: they may change afterwards.
@@ -147,7 +152,7 @@ class WeightUpdate(JointUpdate):
         failed: dict[str, BaseException] = {
             name: self._lost_before.get(name) or TransactionStateError("not connected; connect first")
             for name, link in self._links.items()
-            if link.group is None
+            if link.group is None or name in self._lost_before
         }
         self._settle(failed)  # before anything is asked of the others
 

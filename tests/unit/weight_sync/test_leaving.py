@@ -13,10 +13,14 @@ import torch
 
 from weight_sync import joint_update
 from weight_sync.engine_control import EngineError
-from weight_sync.errors import TransactionStateError
+from weight_sync.errors import TransactionStateError, TransportError
 from weight_sync.sender import WeightSender, link, meeting
 from weight_sync.sender.link import SenderGroup, leave_failed
+from weight_sync.sender.lists import TensorLists
+from weight_sync.sender.rank_refresh import RankRefresh
+from weight_sync.sender.refresh_plan import RefreshPlan
 from weight_sync.sender.update import WeightUpdate
+from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import Patience
 
 NAMES = "abcd"
@@ -185,3 +189,39 @@ def test_after_an_interrupt_close_does_not_wait_for_an_engine_that_hangs(
     finally:
         sender.close()
     assert left == ["a"] and time.monotonic() - start < 10
+
+
+# --- engines that state what their ranks keep ------------------------------------------------------------------------
+
+
+PARTS = {"placement_epoch": 1, "patterns": [[None]], "tensors": [0]}
+
+
+def rank_refresh_of(sender: WeightSender) -> RankRefresh:
+    """Return a refresh of one tensor, up to what engines state."""
+    plan: Any = object.__new__(RefreshPlan)
+    plan.contents = SimpleNamespace(lists=TensorLists.of([TensorMeta("x", torch.float32, (1,))]))
+    refresh: Any = SimpleNamespace(plan=plan, ranks=None, parts={}, is_sender=True)
+    room: Any = None
+    return RankRefresh(sender._links, refresh, room, leaves_out=True)
+
+
+def test_an_engine_that_does_not_state_its_parts_is_asked_for_nothing_more(hang: Callable[[], Any]) -> None:
+    """It has cost a deadline by then.  Its own error is reported, and it is sent nothing."""
+    controls = {"a": Control(weight_parts=lambda: PARTS), "b": Control(weight_parts=hang)}
+    sender, left = connected(controls, on_engine_failure="leave_out", per_rank=True)
+    one = rank_refresh_of(sender)
+    assert list(one._stated()) == list(one._stated()) == ["a"]
+    assert controls["b"].calls == ["weight_parts"]
+    with update_of(sender, lost=one._lost) as update:
+        pass
+    assert "no answer to weight_parts" in str(update.engines["b"].error) and update.engines["a"].committed
+    assert controls["b"].calls == ["weight_parts", "destroy_weights_update_group"] and left == ["b"]
+
+
+def test_only_engines_that_refused_are_asked_whether_their_experts_moved() -> None:
+    controls = {name: Control(weight_parts=lambda: PARTS) for name in "abc"}
+    sender, _ = connected(controls, per_rank=True)
+    failures = {"a": TransportError("no answer"), "b": TransactionStateError("the placement epoch is 1")}
+    assert rank_refresh_of(sender)._moved(failures) == ["b"]
+    assert [control.calls for control in controls.values()] == [[], ["weight_parts"], []]
