@@ -35,7 +35,8 @@ class Bucket:
 
     `pieces`: used once, while the ones before are on their way.  `num_bytes`: of all of them.  `more`: further fields
     of the call.  `memory`: where the pieces lie, which engines may read; None: anywhere.  `filled`: the bytes of the
-    first pieces, which lie there already.  `answer_s`: for the answer, over the deadline, once all is sent.
+    first pieces, which lie there already.  `answer_s`: for the answer, once all is sent; it has the bucket's deadline
+    at least.
     """
 
     lists: TensorLists
@@ -44,7 +45,7 @@ class Bucket:
     more: Mapping[str, Any] = field(default_factory=dict)
     memory: MemoryAddress | None = None
     filled: int = 0
-    answer_s: float = GRACE_S
+    answer_s: float = 0.0
 
 
 def split_pieces(metas: Sequence[TensorMeta], content: torch.Tensor) -> list[torch.Tensor]:
@@ -242,6 +243,7 @@ class Sending:
         self._broke: TransportError | None = None
         self._reason_deadline = 0.0
         self._is_sent = False
+        self._sent_at = 0.0
         self._num_started = 0  # bytes
         self._filled = bucket.filled if group.carrier.reads_memory else 0
         for call in calls.values():
@@ -304,7 +306,7 @@ class Sending:
                 self._fail(refused)  # an engine has lost the group: of a bucket without notices no broadcast fails
             elif not has_unanswered:
                 self.failures = refused
-            elif now > self._deadline + self._answer_s:
+            elif now > max(self._deadline, self._sent_at + self._answer_s) + GRACE_S:
                 within = f"within {self._group.timeout_s:g} s"
                 silent = TransportError(f"the engine took a bucket, but did not answer {within}")
                 self._fail({name: silent for name, call in self._calls.items() if not call.done()} | refused)
@@ -327,7 +329,7 @@ class Sending:
 
     def shorten_deadline(self, within_s: float) -> None:
         """Give the bucket no longer than `within_s` seconds from now."""
-        self._answer_s = GRACE_S
+        self._answer_s = 0.0
         self._deadline = min(self._deadline, time.monotonic() + within_s)
 
     def _end_connecting(self, call: Future[Any]) -> None:
@@ -341,7 +343,7 @@ class Sending:
         try:
             for work in self._works:
                 self._group.handle.finish(work, self._deadline)
-            self._is_sent = True
+            self._is_sent, self._sent_at = True, time.monotonic()
             self._works.clear()  # with the pieces, which they hold
         except TransportError as error:
             self._break(error)

@@ -16,7 +16,7 @@ from typing import Any
 
 from weight_sync.engine_control import EngineError
 from weight_sync.errors import TransactionStateError
-from weight_sync.sender.link import GRACE_S, Bucket, EngineLink
+from weight_sync.sender.link import Bucket, EngineLink
 from weight_sync.sender.update import CLOSING_S, Progress, WeightUpdate, await_all, nothing
 
 
@@ -33,7 +33,7 @@ class WholeUpdate(WeightUpdate):
         (link,) = self._links.values()
         more = {**bucket.more, "whole_update": self._whole}
         # Verify and commit come before the answer.
-        super().send_bucket(dataclasses.replace(bucket, more=more, answer_s=link.timeout_s + GRACE_S))
+        super().send_bucket(dataclasses.replace(bucket, more=more, answer_s=link.timeout_s))
 
     def _begin(self) -> None:
         self._require_connected()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weight_sync.errors import WeightRequestError
-from weight_sync.sender import update
+from weight_sync.sender import link, update
 from weight_sync.sender.link import Sending
 
 
@@ -26,8 +26,9 @@ class Group:
         self.finishing: Any = lambda: None
 
 
-def sending_of(group: Group, call: Future[Any], *, has_come: bool) -> Sending:
-    sending = Sending(group, {"engine": call}, SimpleNamespace(num_bytes=1, answer_s=2.0))  # type: ignore[arg-type]
+def sending_of(group: Group, call: Future[Any], *, has_come: bool, answer_s: float = 2.0) -> Sending:
+    bucket: Any = SimpleNamespace(num_bytes=1, answer_s=answer_s)
+    sending = Sending(group, {"engine": call}, bucket)  # type: ignore[arg-type]
     sending._works.append(SimpleNamespace(is_completed=lambda: has_come))  # type: ignore[arg-type]
     return sending
 
@@ -74,3 +75,18 @@ def test_an_answer_ends_the_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     call.set_result({})
     waiting.join(30.0)
     assert not waiting.is_alive() and looks == [False, True] and sending.failures == {}
+
+
+def test_an_engine_that_falls_silent_once_all_is_sent_costs_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of one that is to verify and commit before it answers begins when all is sent."""
+    now = 1000.0
+    monkeypatch.setattr("weight_sync.sender.link.time.monotonic", lambda: now)
+    group: Any = Group()
+    group.leave_failed = lambda: None
+    sending = sending_of(group, Future(), has_come=True, answer_s=60.0)  # as long as the bucket's own
+    now = 1030.0
+    assert not sending.poll() and sending.is_sent
+    now = 1090.0 + link.GRACE_S
+    assert not sending.poll()
+    now += 0.1
+    assert sending.poll() and "did not answer within 60 s" in str(sending.failures)
