@@ -31,6 +31,8 @@ _MAX_SAID = 512
 """Bytes of a rank's own words on a failure, as the others get them."""
 _OTHERS_DEADLINES = 4
 """Deadlines of the sender that another rank waits for it: the sender asks the engines up to three things in a row."""
+_ASKING_S = 40.0
+"""On top of these: for the sender to ask engines why, to have them abort, and to leave the ones that are silent."""
 
 
 class TrainerRanks:
@@ -50,7 +52,7 @@ class TrainerRanks:
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.world_size = len(self._global_ranks)
         self.meshes = SendingMeshes(self._global_ranks)
-        self._timeout_s = timeout_s if self.is_sender else _OTHERS_DEADLINES * timeout_s
+        self._timeout_s = timeout_s if self.is_sender else _OTHERS_DEADLINES * timeout_s + _ASKING_S
         self._broken: str | None = None
         self._is_over = False  # a failure has been agreed on: no rank waits any more
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from weight_sync import joint_update
 from weight_sync.engine_control import EngineError
@@ -18,6 +19,7 @@ from weight_sync.sender import WeightSender, link, meeting
 from weight_sync.sender.link import SenderGroup, leave_failed
 from weight_sync.sender.lists import TensorLists
 from weight_sync.sender.rank_refresh import RankRefresh
+from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.refresh_plan import RefreshPlan
 from weight_sync.sender.update import WeightUpdate
 from weight_sync.tensor_meta import TensorMeta
@@ -225,3 +227,18 @@ def test_only_engines_that_refused_are_asked_whether_their_experts_moved() -> No
     failures = {"a": TransportError("no answer"), "b": TransactionStateError("the placement epoch is 1")}
     assert rank_refresh_of(sender)._moved(failures) == ["b"]
     assert [control.calls for control in controls.values()] == [[], ["weight_parts"], []]
+
+
+# --- trainer ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 300.0])
+def test_a_trainer_rank_outwaits_the_sending_one(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
+    """An engine that hangs in its commit costs the sender more than deadlines.  All ranks then report the same."""
+    monkeypatch.undo()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    last_bucket = timeout_s + 2 * link.GRACE_S + 2 * link.GRACE_S  # its reason, and to leave the group
+    end = 2 * timeout_s + 2 * joint_update._ASK_S + joint_update.ABORT_S + 2 * link.GRACE_S
+    assert TrainerRanks(object(), "cpu", timeout_s)._timeout_s > last_bucket + end  # type: ignore[arg-type]
