@@ -58,6 +58,7 @@ class WeightUpdate(JointUpdate):
         lost: Mapping[str, BaseException] | None = None,
         rooms: Rooms | None = None,
     ) -> None:
+        links = dict(links)  # an engine that is removed meanwhile stays in it: its update must be ended or dropped
         super().__init__(links, on_engine_failure, fields)
         for name, link in links.items():
             self.engines[name].transport = link.transport

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,6 +192,19 @@ def test_after_an_interrupt_close_does_not_wait_for_an_engine_that_hangs(
     finally:
         sender.close()
     assert left == ["a"] and time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_an_engine_that_is_removed_amid_an_update_holds_none_open(ends_well: bool) -> None:
+    controls = {"a": Control(), "b": Control()}
+    sender, left = connected(controls)
+    with contextlib.suppress(ValueError), update_of(sender):
+        sender.remove_engine("b")
+        if not ends_well:
+            raise ValueError
+    last = "end_weight_update" if ends_well else "abort_weight_update"
+    assert [control.calls[-1] for control in controls.values()] == [last, last]
+    assert left == ["b"] and sender.connected == ["a"]
 
 
 # --- engines that state what their ranks keep ------------------------------------------------------------------------
