@@ -243,11 +243,19 @@ def test_a_connection_that_breaks_before_the_end_leaves_the_old_version(engine: 
     assert content(engine) == before and not engine._engine.call("status")["open"]
 
 
-def test_an_engine_has_the_deadline_of_a_call_to_verify_and_commit(engine: OneCall, sender: WeightSender) -> None:
-    """A bucket's answer is due with the bucket; this one comes as late as the answer to an end may."""
-    link = sender._links["engine"]
-    link.timeout_s = 3.0
-    engine.at = lambda step: time.sleep(5.5 if step == "end" else 0.0)
+def test_an_engine_has_the_deadline_of_a_call_to_verify_and_commit(
+    engine: OneCall, sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket's answer is due with the bucket, after 6 and 2 s; this one is due so long after its content."""
+    link, go_on = sender._links["engine"], GroupHandle.start_broadcast
+    link.timeout_s = 6.0
+
+    def slow(group: GroupHandle, tensor: torch.Tensor, timeout_s: float | None = None) -> Any:
+        time.sleep(4.0)
+        return go_on(group, tensor, timeout_s)
+
+    monkeypatch.setattr(GroupHandle, "start_broadcast", slow)
+    engine.at = lambda step: time.sleep(6.0 if step == "end" else 0.0)
     seed = next(seeds)
     sender.refresh(version(seed).items())
     assert content(engine) == content_of(seed) and "abort_weight_update" not in engine.calls
