@@ -42,6 +42,13 @@ def body(path: str, rid: str, **fields: Any) -> dict[str, Any]:
     return BODIES[path] | {NAMES.get(path, "rid"): rid, "stream": True, outlives: True, "ignore_eos": True} | fields
 
 
+def of_length(path: str, count: int) -> dict[str, Any]:
+    """Return the fields by which a body asks for `count` tokens."""
+    if path == "/inference/v1/generate":
+        return {"sampling_params": {**BODIES[path]["sampling_params"], "max_tokens": count}}
+    return {"max_output_tokens" if path == "/v1/responses" else "max_tokens": count}
+
+
 def numbered(live: Live, method: str, path: str, content: Any = None) -> Generator[Numbered, None, None]:
     """Yield the events of a stream; closing the iterator closes the connection."""
     with live.client.stream(method, path, json=content) as response:
@@ -203,7 +210,7 @@ def test_a_stream_is_aborted_and_forgotten_after_a_while(
     live: Live, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resumable, "KEPT_S", 0.1)
-    cut(live, path, "late", 2, **SLOW)
+    cut(live, path, "late", 2, **SLOW, **of_length(path, 120))  # else it may end by itself
     live.wait_until(lambda: live.manager.num_in_flight == 0)
     live.wait_until(lambda: any("late" in name for message in live.sent(AbortReqInput) for name in message.rids))
     live.wait_until(lambda: refusal(live, path, "late", 0)[0] == 404)
