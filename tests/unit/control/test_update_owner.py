@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from rollout.control.weight_queue import Job, nothing, replies
-from rollout.control.weight_sources import SOURCES
 from rollout.core.messages import weights as weight_io_struct
 from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
@@ -39,7 +38,7 @@ from rollout.core.messages.weights import (
 )
 from tests.local_refresh import control_of, updater_of
 from tests.loopback_refresh import LoopbackTrainer
-from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness
 from weight_sync.checker import live_fingerprints
 from weight_sync.fingerprint import fingerprint
@@ -49,23 +48,9 @@ PROMPT = [3, 1, 4, 1, 5]
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    torch.set_num_threads(1)
-    base = tmp_path_factory.mktemp("models")
-    return [tiny_checkpoint(base / f"v{seed}", seed=seed) for seed in (1, 2)]
-
-
 @pytest.fixture
 def old(folders: list[Path]) -> Tensors:
     return logical_tensors(folders[0])
-
-
-@pytest.fixture
-def trainer(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackTrainer]:
-    trainer = LoopbackTrainer(logical_tensors(folders[1]))
-    monkeypatch.setitem(SOURCES, UpdateWeightsFromDistributedReqInput, trainer.source)
-    yield trainer
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rollout.control import weight_control
-from rollout.control.weight_sources import SOURCES
 from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
@@ -27,11 +25,9 @@ from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
-    UpdateWeightsFromDistributedReqInput,
 )
 from tests.local_refresh import control_of, updater_of
 from tests.loopback_refresh import LoopbackTrainer
-from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 from weight_sync.update import WeightUpdate
 from weight_sync.update_rule import (
@@ -48,20 +44,6 @@ from weight_sync.update_rule import (
 )
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "reference" / "weights" / "index.md"
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    torch.set_num_threads(1)
-    base = tmp_path_factory.mktemp("models")
-    return [tiny_checkpoint(base / f"v{seed}", seed=seed) for seed in (1, 2)]
-
-
-@pytest.fixture
-def trainer(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> LoopbackTrainer:
-    trainer = LoopbackTrainer(logical_tensors(folders[1]))
-    monkeypatch.setitem(SOURCES, UpdateWeightsFromDistributedReqInput, trainer.source)
-    return trainer
 
 
 class Case:
